@@ -1,0 +1,122 @@
+"""Gather and reduce-scatter inside `jax.shard_map`, in dtypes and over axes that the caller chooses.
+
+Leaves with few elements travel together: one collective costs about the same for one number as for many thousands.
+Lists of arrays run beside lists of `plan.Leaf`, which say where each is partitioned.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.contracts import Tree
+from zerojax.plan import Leaf
+
+TOGETHER_BELOW = 2**16  # elements; larger leaves travel alone, without being copied into a common buffer
+
+
+def gather(shards: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[str, int]) -> list[jax.Array]:
+    """Whole arrays from their shards; leaves that are whole already are returned as they are.
+
+    Args:
+      shards: this device's parts, in the dtype that shall travel.
+      leaves: where each is partitioned.
+      axes: the shard axes and their sizes, major first.
+    """
+    whole = list(shards)
+    together, alone = _batches(leaves, [s.dtype for s in shards], partitioned=True)
+    for i in alone:
+        whole[i] = _all_gather(shards[i], leaves[i].dim, axes)
+    for group in together:
+        rows_NE = _all_gather(jnp.concatenate([shards[i].ravel() for i in group])[None], 0, axes)
+        parts = jnp.split(rows_NE, _ends([shards[i].size for i in group]), axis=1)
+        for i, part in zip(group, parts, strict=True):
+            whole[i] = _from_rows(part, shards[i].shape, leaves[i].dim)
+    return whole
+
+
+def reduce_scatter(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[str, int]) -> list[jax.Array]:
+    """Sums over the devices: of partitioned leaves this device's shard, of others the whole sum."""
+    summed = list(arrays)
+    dtypes = [a.dtype for a in arrays]
+    together, alone = _batches(leaves, dtypes, partitioned=True)
+    for i in alone:
+        summed[i] = _reduce_scatter(arrays[i], leaves[i].dim, axes)
+    devices = math.prod(axes.values())
+    for group in together:
+        rows = [_to_rows(arrays[i], leaves[i].dim, devices) for i in group]
+        sums = _reduce_scatter(jnp.concatenate(rows, axis=1), 0, axes)[0]
+        for i, part in zip(group, jnp.split(sums, _ends([row.shape[1] for row in rows])), strict=True):
+            summed[i] = part.reshape(_shard_shape(leaves[i], arrays[i].shape, devices))
+    together, alone = _batches(leaves, dtypes, partitioned=False)
+    for group in (*together, *([i] for i in alone)):
+        for i, total in zip(group, all_reduce([arrays[i] for i in group], axes), strict=True):
+            summed[i] = total
+    return summed
+
+
+def all_reduce(tree: Tree, axes: Mapping[str, int]) -> Tree:
+    """Sums of a tree of arrays of one dtype over the devices, in one collective."""
+    arrays, treedef = jax.tree.flatten(tree)
+    if len(arrays) < 2:
+        return treedef.unflatten([lax.psum(a, tuple(axes)) for a in arrays])
+    sums = lax.psum(jnp.concatenate([jnp.ravel(a) for a in arrays]), tuple(axes))
+    parts = jnp.split(sums, _ends([jnp.size(a) for a in arrays]))
+    return treedef.unflatten([part.reshape(jnp.shape(a)) for part, a in zip(parts, arrays, strict=True)])
+
+
+def mean(tree: Tree, axes: Mapping[str, int]) -> Tree:
+    """Means over the devices of floating leaves; others (counters, keys) are alike on all devices and kept."""
+    return jax.tree.map(lambda a: lax.pmean(a, tuple(axes)) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def _batches(leaves, dtypes, *, partitioned: bool) -> tuple[list[list[int]], list[int]]:
+    """Indices of the leaves that travel together, by dtype, and of those that travel alone.
+
+    A leaf that a tensor axis partitions too travels alone: laid in a row with others it would lose that axis.
+    """
+    chosen = [i for i, leaf in enumerate(leaves) if (leaf.dim is not None) == partitioned]
+    small = [i for i in chosen if leaves[i].size < TOGETHER_BELOW and not any(leaves[i].base)]
+    groups: dict = {}
+    for i in small:
+        groups.setdefault(dtypes[i], []).append(i)
+    together = [group for group in groups.values() if len(group) > 1]
+    return together, [i for i in chosen if not any(i in group for group in together)]
+
+
+def _all_gather(x: jax.Array, dim: int | None, axes: Mapping[str, int]) -> jax.Array:
+    """Over several axes the minor one first, one after the other: a TPU's compiler makes true gathers of these only."""
+    for axis in reversed(axes):
+        x = lax.all_gather(x, axis, axis=dim, tiled=True)
+    return x
+
+
+def _reduce_scatter(x: jax.Array, dim: int | None, axes: Mapping[str, int]) -> jax.Array:
+    """The inverse order: the major axis first, when the most bytes travel over the outermost axis."""
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def _to_rows(x: jax.Array, dim: int, devices: int) -> jax.Array:
+    """A whole array as one row for each device: (N, elements of a shard)."""
+    parts = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    return jnp.moveaxis(parts, dim, 0).reshape(devices, -1)
+
+
+def _from_rows(rows_NE: jax.Array, shard_shape: tuple[int, ...], dim: int) -> jax.Array:
+    """The inverse of `_to_rows`."""
+    devices = rows_NE.shape[0]
+    parts = jnp.moveaxis(rows_NE.reshape(devices, *shard_shape), 0, dim)
+    return parts.reshape(*shard_shape[:dim], devices * shard_shape[dim], *shard_shape[dim + 1 :])
+
+
+def _shard_shape(leaf: Leaf, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    return tuple(size // devices if dim == leaf.dim else size for dim, size in enumerate(shape))
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Where to split a row of parts of these sizes."""
+    return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]

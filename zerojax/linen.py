@@ -1,0 +1,72 @@
+"""Flax linen: `TrainState` and ``apply_gradients`` as users have them, partitioned."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import optax
+from flax.training.train_state import TrainState
+
+from zerojax.contracts import Tree, Variables
+from zerojax.plan import Plan
+from zerojax.state import init_state
+
+
+def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tree]:
+    """``key -> params`` for a linen module, or ``key -> Variables`` if it has other collections (``batch_stats``).
+
+    Args:
+      model: the module; ``model.init(key, *inputs, **kwargs)`` is run inside ``jit``.
+      inputs: example inputs; only shapes and dtypes matter.
+
+    >>> import jax, jax.numpy as jnp
+    >>> params = init_fn(nn.Dense(4), jnp.ones((1, 3)))(jax.random.key(0))
+    >>> params["kernel"].shape
+    (3, 4)
+    """
+
+    def init(key):
+        variables = dict(model.init(key, *inputs, **kwargs))
+        params = variables.pop("params")
+        return Variables(params, variables) if variables else params
+
+    return init
+
+
+def create_train_state(
+    init_fn: Callable[[Any], Tree],
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    key: Any,
+    *,
+    apply_fn: Callable,
+    params: Tree = None,
+    state_class: type[TrainState] = TrainState,
+    **fields: Any,
+) -> TrainState:
+    """Flax's `TrainState`, born partitioned; stands where ``TrainState.create`` stood.
+
+    Args:
+      init_fn, tx, plan, key, params: as for `zerojax.init_state`.
+      apply_fn: usually ``model.apply``.
+      state_class: a subclass of `TrainState`, with ``fields`` for what it adds. If it has a field ``model_state``, it is
+        filled with what ``init_fn`` made beside the parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from zerojax import make_plan
+    >>> model, tx = nn.Dense(16), optax.adam(1e-3)
+    >>> init = init_fn(model, jnp.ones((1, 8)))
+    >>> plan = make_plan(init, tx, jax.make_mesh((8,), ("data",)))
+    >>> state = create_train_state(init, tx, plan, jax.random.key(0), apply_fn=model.apply)
+    >>> tuple(state.params["kernel"].sharding.spec)
+    (None, 'data')
+    """
+    made = init_state(init_fn, tx, plan, key, params=params)
+    if "model_state" in state_class.__dataclass_fields__:
+        fields.setdefault("model_state", made.model_state)
+    elif made.model_state is not None:
+        raise ValueError(f"the model has state beside its parameters ({sorted(made.model_state)}); give a state_class "
+                         "with a field model_state to keep it in")  # fmt: skip
+    return state_class(
+        step=made.step, apply_fn=apply_fn, params=made.params, tx=tx, opt_state=made.opt_state, **fields
+    )

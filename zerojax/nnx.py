@@ -1,0 +1,153 @@
+"""Flax NNX: a module and an ``nnx.Optimizer`` as users have them, partitioned; ``nnx.split`` and ``merge`` underneath."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import plan as plans
+from zerojax import step
+from zerojax.config import ZeroConfig
+from zerojax.contracts import Loss, Tree, Variables
+from zerojax.plan import Plan
+from zerojax.state import init_state
+
+
+def make_plan(
+    make_model: Callable[[nnx.Rngs], nnx.Module],
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    config: ZeroConfig | None = None,
+    *,
+    wrt: Any = nnx.Param,
+) -> Plan:
+    """A `Plan` for a module; its sharding annotations are the base specs.
+
+    Args:
+      make_model: ``rngs -> module``; runs under ``jit``, so that nothing is made whole.
+      tx, mesh, config: as for `zerojax.make_plan`.
+      wrt: which variables are parameters. All others are model state, whole on every device.
+
+    >>> plan = make_plan(lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3), jax.make_mesh((8,), ("data",)))
+    >>> [(leaf.path, leaf.dim) for leaf in plan.params]
+    [('bias', 0), ('kernel', 1)]
+    """
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(_abstract(make_model), wrt)))
+    return plans.make_plan(_init_fn(make_model, wrt), tx, mesh, config, base_specs=specs)
+
+
+def create(
+    make_model: Callable[[nnx.Rngs], nnx.Module],
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    key: Any,
+    *,
+    wrt: Any = nnx.Param,
+) -> tuple[nnx.Module, nnx.Optimizer]:
+    """The module and its ``nnx.Optimizer``, born partitioned; their values are those of ``make_model(nnx.Rngs(key))``.
+
+    >>> make, tx = lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3)
+    >>> plan = make_plan(make, tx, jax.make_mesh((8,), ("data",)))
+    >>> model, optimizer = create(make, tx, plan, jax.random.key(0))
+    >>> tuple(model.kernel.sharding.spec)
+    (None, 'data')
+    """
+    made = init_state(_init_fn(make_model, wrt), tx, plan, key)
+    model = _abstract(make_model)
+    # The optimizer would place its state by the module's annotations; the plan decides that.
+    with nnx.use_eager_sharding(False):
+        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+    _, params, rest = nnx.split(model, wrt, ...)
+    nnx.update(model, _like(params, made.params), _like(rest, made.model_state))
+    nnx.update(optimizer.opt_state, _like(nnx.state(optimizer.opt_state), made.opt_state))
+    optimizer.step.set_value(made.step.astype(optimizer.step.get_value().dtype))
+    return model, optimizer
+
+
+def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_aux: bool = False) -> Callable:
+    """Drop-in for ``nnx.value_and_grad`` inside a user's own ``nnx.jit``.
+
+    Args:
+      loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``; returns the mean over the rows that it was
+        given, or a `zerojax.Loss`. What it changes in the module (BatchNorm statistics, random counters) is changed in
+        the module that was passed in. Random streams differ by device.
+      plan: from `make_plan`.
+      has_aux: return ``(loss, aux)`` for ``loss``, ``aux`` a `zerojax.Loss` with sum, weight and mean metrics.
+
+    Returns:
+      ``f(model, batch, rng=None) -> (loss, gradients)``; ``optimizer.update(model, gradients)`` takes them.
+
+    >>> import jax.numpy as jnp
+    >>> make, tx = lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3)
+    >>> plan = make_plan(make, tx, jax.make_mesh((8,), ("data",)))
+    >>> model, optimizer = create(make, tx, plan, jax.random.key(0))
+    >>> @nnx.jit
+    ... def train_step(model, optimizer, x):
+    ...     loss, grads = value_and_grad(lambda model, x: (model(x) ** 2).mean(), plan)(model, x)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> before, after = (train_step(model, optimizer, jnp.ones((16, 8))) for _ in range(2))
+    >>> bool(after < before)
+    True
+    """
+
+    def run(model, batch, rng=None):
+        graphdef, params, rest = nnx.split(model, wrt, ...)
+
+        def pure_loss(pure_params, batch, rng, pure_rest):
+            own = _like(rest, pure_rest)
+            module = nnx.merge(graphdef, _like(params, pure_params), _map_keys(_fold_device(plan), own))
+            value = call(module, batch, rng, None)
+            loss = value if isinstance(value, Loss) else Loss(value, 1.0)
+            after = _map_keys(lambda _, old: old, nnx.split(module, wrt, ...)[2], own)
+            return Loss(loss.total, loss.weight, loss.metrics, nnx.to_pure_dict(after))
+
+        gradient = step.value_and_grad(pure_loss, plan, has_aux=True)
+        pure = (nnx.to_pure_dict(params), nnx.to_pure_dict(rest))
+        (loss, aux), grads = gradient(pure[0], batch, rng, pure[1])
+        nnx.update(model, _like(rest, aux.model_state))
+        grads = _like(params, grads)
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    call = step.with_arguments(loss_fn)
+    return run
+
+
+def _init_fn(make_model: Callable, wrt: Any) -> Callable[[Any], Variables]:
+    def init(key):
+        with nnx.use_eager_sharding(False):
+            _, params, rest = nnx.split(make_model(nnx.Rngs(key)), wrt, ...)
+        return Variables(nnx.to_pure_dict(params), nnx.to_pure_dict(rest))
+
+    return init
+
+
+def _abstract(make_model: Callable) -> nnx.Module:
+    """The module with shapes for arrays, unplaced whatever its annotations."""
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+
+
+def _like(state: Any, values: Tree) -> Any:
+    """The ``nnx.State`` with other values, given as any tree of the same leaves in the same order."""
+    return jax.tree.structure(state).unflatten(jax.tree.leaves(values))
+
+
+def _map_keys(f: Callable, state: Any, *others: Any) -> Any:
+    """``f`` on the keys of random streams, everything else as it is."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    return jax.tree.map(
+        lambda v, *vs: v.replace(f(v.get_value(), *(o.get_value() for o in vs))) if isinstance(v, nnx.RngKey) else v,
+        state,
+        *others,
+        is_leaf=is_variable,
+    )
+
+
+def _fold_device(plan: Plan) -> Callable:
+    """One stream on every device would drop the same units everywhere."""
+    return lambda key: jax.random.fold_in(key, lax.axis_index(tuple(plan.axes)))

@@ -1,0 +1,467 @@
+"""From shapes, mesh and configuration to a `Plan`: how every leaf of the train state is partitioned, and why."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zerojax import tables
+from zerojax.config import ZeroConfig
+from zerojax.contracts import TrainState, Tree, Variables
+from zerojax.precision import cast, floating, is_floating
+
+_WHOLE_SHARE = 0.01  # of all bytes: what may stay whole, for want of a dim, without the config allowing it
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How one array of the train state is placed.
+
+    Attributes:
+      path: its place in the tree, parts joined by ``/``.
+      shape, dtype: of the whole array.
+      base: the user's own `PartitionSpec` (tensor parallelism), one entry a dim, free of the shard axes.
+      dim: the dim that is partitioned over the shard axes; ``None`` if the leaf stays whole.
+      why: the reason, in words.
+      unwanted: whether it stays whole only because it cannot be partitioned.
+      follows: the path of the parameter whose placement it shares, or ``""``.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    base: tuple[Any, ...]
+    dim: int | None
+    why: str
+    unwanted: bool = False
+    follows: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def shard_spec(self, axes: Sequence[str]) -> PartitionSpec:
+        """Only the shard axes: what `jax.shard_map` over them needs."""
+        return PartitionSpec() if self.dim is None else PartitionSpec(*[None] * self.dim, _entry(axes))
+
+    def spec(self, axes: Sequence[str]) -> PartitionSpec:
+        """The whole placement: the user's axes, and the shard axes at `dim`."""
+        entries = list(self.base)
+        if self.dim is not None and axes:
+            entries[self.dim] = _entry(axes)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision about where the train state lives; immutable, comparable, printable. Made by `make_plan`.
+
+    Attributes:
+      config: the `ZeroConfig` that it obeys.
+      mesh: the user's mesh, with Auto axes whatever kind the user's has; a mesh of abstract devices will do.
+      params, opt_state, model_state: a `Leaf` for each array, in the order of ``jax.tree.leaves``.
+      treedefs: the tree structures of the three.
+    """
+
+    config: ZeroConfig
+    mesh: Mesh | AbstractMesh
+    params: tuple[Leaf, ...]
+    opt_state: tuple[Leaf, ...]
+    model_state: tuple[Leaf, ...]
+    treedefs: tuple[Any, Any, Any]
+
+    def __post_init__(self):
+        if self.config.stage > 0 and not self.config.allow_whole:
+            _check_whole((*self.params, *self.opt_state), self.devices)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The shard axes and their sizes, major first."""
+        return {axis: self.mesh.shape[axis] for axis in self.config.shard_axes}
+
+    @property
+    def devices(self) -> int:
+        """How many devices share one copy of the state."""
+        return math.prod(self.axes.values())
+
+    @property
+    def partitioned_axes(self) -> tuple[str, ...]:
+        """The shard axes, or none at stage 0, which keeps everything whole."""
+        return tuple(self.axes) if self.config.stage > 0 else ()
+
+    @functools.cached_property
+    def wire(self) -> tuple[Leaf, ...]:
+        """The trained parameters as this stage places them, in the order of ``jax.tree.leaves``."""
+        trained = [leaf for leaf in self.params if is_floating(leaf)]
+        return tuple(trained if self.config.stage > 0 else [dataclasses.replace(leaf, dim=None) for leaf in trained])
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        """A `TrainState` of `NamedSharding`; fits ``jax.device_put`` and ``out_shardings``."""
+        return self._state(lambda leaf: self._sharding(leaf.spec(self.partitioned_axes)), self.replicated, self.replicated)
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """A `TrainState` of `jax.ShapeDtypeStruct` with shardings: for lowering a step without any array."""
+
+        def abstract(shape, dtype, sharding):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return self._state(
+            lambda leaf: abstract(leaf.shape, leaf.dtype, self._sharding(leaf.spec(self.partitioned_axes))),
+            abstract((), jnp.int32, self.replicated),
+            abstract((), key.dtype, self.replicated),
+        )
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of every leaf of a batch: dim 0, the rows, over the shard axes."""
+        return self._sharding(PartitionSpec(_entry(tuple(self.axes))))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return self._sharding(PartitionSpec())
+
+    def with_stage(self, stage: int) -> "Plan":
+        """The same plan for another stage. From 1, 2 or 3 to another of them every sharding of the state is kept.
+
+        Stage 0 keeps the state whole: to and from it, move a state with ``jax.device_put(state, plan.state_shardings)``.
+        """
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, stage=stage))
+
+    def bytes_per_device(self, part: str | None = None) -> int:
+        """Bytes of the state at rest on each device: all of it, or of ``"params"``, ``"opt_state"``, ``"model_state"``."""
+        if part is not None:
+            return sum(map(self._bytes, getattr(self, part)))
+        state = self.abstract_state
+        own = state.step.dtype.itemsize + state.rng.dtype.itemsize
+        return own + sum(map(self._bytes, (*self.params, *self.opt_state, *self.model_state)))
+
+    def __str__(self) -> str:
+        return _describe(self)
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def _state(self, of_leaf: Callable[[Leaf], Any], step: Any, rng: Any) -> TrainState:
+        parts = (self.params, self.opt_state, self.model_state)
+        trees = [treedef.unflatten(map(of_leaf, leaves)) for treedef, leaves in zip(self.treedefs, parts, strict=True)]
+        return TrainState(step, trees[0], trees[1], rng, trees[2])
+
+    def _bytes(self, leaf: Leaf) -> int:
+        spec = leaf.spec(self.partitioned_axes)
+        return leaf.bytes // math.prod(self.mesh.shape[axis] for entry in spec for axis in _axes_of(entry))
+
+
+def make_plan(
+    init_fn: Callable[[Any], Tree],
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    config: ZeroConfig | None = None,
+    *,
+    base_specs: Tree = None,
+) -> Plan:
+    """Decide how the train state is partitioned. Runs nothing: shapes only.
+
+    A leaf is partitioned along the largest of its dims that the number of devices divides and that ``base_specs``
+    leaves free, never along the layers that a scan in ``init_fn`` stacks; for three dims and more, dim 0 (where stacked
+    layers usually lie) comes last. State of the optimizer that is shaped like a parameter follows it.
+
+    Args:
+      init_fn: ``key -> params``, or ``key -> Variables(params, model_state)``; arrays only.
+      tx: any optax transformation.
+      mesh: any mesh, also of abstract devices; Auto or Explicit axes.
+      config: stage, shard axes, precision, ...; by default stage 3 over ``"data"``.
+      base_specs: a tree like ``params`` of `PartitionSpec` or ``None``, for axes other than the shard axes. An entry
+        that names the shard axes says which dim to partition.
+
+    Raises:
+      ValueError: if an axis is not in the mesh, a spec or an override does not fit its leaf, or leaves of more than
+        1 % of the bytes cannot be partitioned and the config does not allow it.
+
+    >>> mesh = jax.make_mesh((8,), ("data",))
+    >>> plan = make_plan(lambda key: {"w": jnp.zeros((16, 24))}, optax.adam(1e-3), mesh)
+    >>> plan.params[0].dim, plan.bytes_per_device("params")
+    (1, 192)
+    """
+    config = config or ZeroConfig()
+    mesh = _with_auto_axes(mesh)
+    _check_axes(mesh, config)
+    with mesh_context(mesh):
+        variables, stacked = _trace(init_fn, config)
+        trained = floating(variables.params)
+        opt_state = jax.eval_shape(tx.init, trained)
+    params = _parameter_leaves(variables.params, stacked, base_specs, mesh, config)
+    trees = (variables.params, opt_state, variables.model_state)
+    return Plan(
+        config,
+        mesh,
+        params,
+        _optimizer_leaves(opt_state, variables.params, params, mesh, config),
+        tuple(_whole_leaf(path, leaf, "model state") for path, leaf in _with_paths(variables.model_state)),
+        (jax.tree.structure(trees[0]), jax.tree.structure(trees[1]), jax.tree.structure(trees[2])),
+    )
+
+
+def mesh_context(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager:
+    """Make ``mesh`` the active one, whatever mesh the caller has active."""
+    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
+
+
+def as_variables(value: Any) -> Variables:
+    """What ``init_fn`` returned, as `Variables`."""
+    return value if isinstance(value, Variables) else Variables(value, None)
+
+
+# ---- the rule ----
+
+
+def _choose_dim(shape: tuple[int, ...], base: tuple, stacked: bool, devices: int) -> int | None:
+    """The dim to partition: the largest free one that ``devices`` divides; dim 0 of three or more dims comes last."""
+    free = [d for d, size in enumerate(shape) if base[d] is None and size % devices == 0 and not (stacked and d == 0)]
+    return min(free, key=lambda d: (d == 0 and len(shape) > 2, -shape[d], d), default=None)
+
+
+def _place(path: str, leaf: Any, base: tuple, stacked: bool, devices: int, config: ZeroConfig) -> Leaf:
+    """One leaf's placement by the general rule."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise ValueError(f"{path}: complex parameters are not supported; keep real and imaginary part as two leaves")
+    if devices == 1:
+        return _whole_leaf(path, leaf, "one device", base)
+    if not is_floating(leaf):
+        small = math.prod(leaf.shape) < max(devices, config.keep_whole_below)
+        return _whole_leaf(path, leaf, f"not trained ({leaf.dtype})", base, unwanted=not small)
+    if math.prod(leaf.shape) < max(devices, config.keep_whole_below):
+        return _whole_leaf(path, leaf, f"small ({math.prod(leaf.shape)} elements)", base)
+    dim = _choose_dim(leaf.shape, base, stacked, devices)
+    if dim is None:
+        return _whole_leaf(path, leaf, f"no free dim that {devices} divides", base, unwanted=True)
+    return Leaf(path, leaf.shape, leaf.dtype, base, dim, "largest free dim")
+
+
+def _parameter_leaf(
+    path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | AbstractMesh, config: ZeroConfig
+) -> Leaf:
+    devices = math.prod(mesh.shape[axis] for axis in config.shard_axes)
+    base, wanted = _read_base(path, leaf.shape, spec, mesh, config.shard_axes)
+    matches = [dim for pattern, dim in config.overrides if fnmatchcase(path, pattern)]
+    if matches and matches[0] is None:
+        return _whole_leaf(path, leaf, "override", base)
+    if matches or wanted is not None:
+        dim = matches[0] if matches else wanted
+        _check_dim(path, leaf.shape, dim, base, devices)
+        return Leaf(path, leaf.shape, leaf.dtype, base, dim, "override" if matches else "base spec")
+    return _place(path, leaf, base, stacked, devices, config)
+
+
+def _parameter_leaves(params, stacked, base_specs, mesh, config) -> tuple[Leaf, ...]:
+    with_paths = _with_paths(params)
+    specs = _base_list(params, base_specs, [path for path, _ in with_paths])
+    unused = [p for p, _ in config.overrides if not any(fnmatchcase(path, p) for path, _ in with_paths)]
+    if unused:
+        raise ValueError(f"overrides {unused} match no parameter; paths are such as {[p for p, _ in with_paths[:3]]}")
+    return tuple(
+        _parameter_leaf(path, leaf, layers, spec, mesh, config)
+        for (path, leaf), layers, spec in zip(with_paths, stacked, specs, strict=True)
+    )
+
+
+def _optimizer_leaves(opt_state, params, leaves, mesh, config) -> tuple[Leaf, ...]:
+    """A leaf whose path ends in a parameter's path and has its shape follows that parameter; others go by the rule."""
+    devices = math.prod(mesh.shape[axis] for axis in config.shard_axes)
+    by_path = {keys: leaf for (keys, _), leaf in zip(jax.tree.leaves_with_path(params), leaves, strict=True)}
+
+    def place(keys, leaf):
+        path = _path(keys)
+        for start in range(len(keys) + 1):
+            owner = by_path.get(keys[start:])
+            if owner and owner.shape == leaf.shape:
+                return dataclasses.replace(owner, path=path, dtype=leaf.dtype, follows=owner.path or "params")
+        return _place(path, leaf, (None,) * leaf.ndim, False, devices, config)
+
+    return tuple(place(keys, leaf) for keys, leaf in jax.tree.leaves_with_path(opt_state))
+
+
+def _whole_leaf(path: str, leaf: Any, why: str, base: tuple | None = None, unwanted: bool = False) -> Leaf:
+    return Leaf(path, leaf.shape, leaf.dtype, base or (None,) * leaf.ndim, None, why, unwanted)
+
+
+# ---- what init_fn makes ----
+
+
+def _trace(init_fn: Callable, config: ZeroConfig) -> tuple[Variables, list[bool]]:
+    """Shapes of what ``init_fn`` makes, and for each parameter whether its dim 0 counts layers stacked by a scan."""
+
+    def cast_init(key):
+        variables = as_variables(init_fn(key))
+        return Variables(cast(variables.params, config.precision.param_dtype), variables.model_state)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        jaxpr, variables = jax.make_jaxpr(cast_init, return_shape=True)(key)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {error}") from error
+    count = len(jax.tree.leaves(variables.params))
+    return variables, [_is_stacked(jaxpr.jaxpr, out) for out in jaxpr.jaxpr.outvars[:count]]
+
+
+def _is_stacked(jaxpr: Any, var: Any) -> bool:
+    """Whether ``var`` is what a scan collected from its turns, so that its dim 0 counts layers."""
+    for eqn in jaxpr.eqns:
+        if not any(out is var for out in eqn.outvars):
+            continue
+        index = next(i for i, out in enumerate(eqn.outvars) if out is var)
+        if eqn.primitive.name == "scan":
+            return var.aval.ndim == eqn.params["jaxpr"].jaxpr.outvars[index].aval.ndim + 1
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"].jaxpr
+            return _is_stacked(inner, inner.outvars[index])
+        return eqn.primitive.name in ("convert_element_type", "copy") and _is_stacked(jaxpr, eqn.invars[0])
+    return False
+
+
+# ---- checks ----
+
+
+def _with_auto_axes(mesh: Any) -> Mesh | AbstractMesh:
+    """The same mesh with Auto axes: the library states every placement itself, and any loss and optimizer must run."""
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    raise ValueError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}; see jax.make_mesh")
+
+
+def _check_axes(mesh: Mesh | AbstractMesh, config: ZeroConfig):
+    missing = [axis for axis in config.shard_axes if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(f"shard_axes {missing} are not in the mesh, which has {dict(mesh.shape)}; name axes of the mesh")
+
+
+def _check_dim(path: str, shape: tuple[int, ...], dim: int, base: tuple, devices: int):
+    if not 0 <= dim < len(shape):
+        raise ValueError(f"{path}: there is no dim {dim} in shape {shape}")
+    if base[dim] is not None:
+        raise ValueError(f"{path}: dim {dim} of shape {shape} is taken by axis {base[dim]!r}; choose another dim")
+    if shape[dim] % devices or shape[dim] == 0:
+        raise ValueError(f"{path}: dim {dim} of shape {shape} cannot be divided over {devices} devices; pad it or choose "
+                         "another dim")  # fmt: skip
+
+
+def _base_list(params: Tree, base_specs: Tree, paths: list[str]) -> list[Any]:
+    """One `PartitionSpec` or ``None`` for each parameter."""
+    if base_specs is None:
+        return [None] * len(paths)
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    found = {_path(keys): spec for keys, spec in jax.tree.leaves_with_path(base_specs, is_leaf=is_spec)}
+    wrong = [path for path, spec in found.items() if not is_spec(spec)]
+    if wrong or set(found) != set(paths):
+        odd = wrong or sorted(set(found) ^ set(paths))
+        raise ValueError(f"base_specs must hold a PartitionSpec or None for each parameter; look at {odd[:3]}")
+    return [found[path] for path in paths]
+
+
+def _read_base(path, shape, spec, mesh, shard_axes) -> tuple[tuple, int | None]:
+    """A user's spec as one entry a dim without the shard axes, and the dim at which it names those."""
+    entries = tuple(spec or ())
+    if len(entries) > len(shape):
+        raise ValueError(f"{path}: base spec {spec} has more entries than shape {shape} has dims")
+    entries += (None,) * (len(shape) - len(entries))
+    wanted = None
+    for dim, entry in enumerate(entries):
+        axes = _axes_of(entry)
+        unknown = [axis for axis in axes if axis not in mesh.axis_names]
+        if unknown:
+            raise ValueError(f"{path}: base spec {spec} names axes {unknown}; the mesh has {dict(mesh.shape)}")
+        if set(axes) & set(shard_axes):
+            if axes != tuple(shard_axes):
+                raise ValueError(f"{path}: base spec {spec} mixes shard axes {shard_axes} with others in dim {dim}; "
+                                 "name the shard axes alone or leave them to the plan")  # fmt: skip
+            wanted = dim
+        elif shape[dim] % math.prod(mesh.shape[axis] for axis in axes):
+            raise ValueError(f"{path}: dim {dim} of shape {shape} cannot be divided over axes {axes} of "
+                             f"{dict(mesh.shape)}; pad it or leave it whole")  # fmt: skip
+    return tuple(None if dim == wanted else entry for dim, entry in enumerate(entries)), wanted
+
+
+def _check_whole(leaves: Iterable[Leaf], devices: int):
+    leaves = tuple(leaves)
+    total = sum(leaf.bytes for leaf in leaves)
+    whole = sorted((leaf for leaf in leaves if leaf.unwanted), key=lambda leaf: -leaf.bytes)
+    lost = sum(leaf.bytes for leaf in whole)
+    if lost > _WHOLE_SHARE * total:
+        names = "; ".join(f"{leaf.path} {leaf.shape} {tables.size(leaf.bytes)} ({leaf.why})" for leaf in whole[:5])
+        more = f"; and {len(whole) - 5} more" if len(whole) > 5 else ""
+        raise ValueError(
+            f"{len(whole)} leaves, {lost / total:.1%} of the state's bytes, cannot be partitioned over {devices} devices "
+            f"and would stay whole on each: {names}{more}. Pad a dim (such as a vocabulary) to a multiple of {devices}, "
+            "use another mesh, or accept it with ZeroConfig(allow_whole=True)."
+        )
+
+
+# ---- words ----
+
+
+def _describe(plan: Plan) -> str:
+    axes = ", ".join(f"{axis}={size}" for axis, size in plan.axes.items())
+    precision = plan.config.precision
+    title = (
+        f"ZeRO stage {plan.config.stage}, {plan.devices} devices ({axes}); parameters {precision.param_dtype}, "
+        f"computed in {precision.compute_dtype}, gradients reduced in {precision.reduce_dtype}"
+    )
+    shown = [*plan.params, *(leaf for leaf in plan.opt_state if not leaf.follows), *plan.model_state]
+    rows = [_row(plan, leaf) for leaf in shown]
+    table = tables.render(("leaf", "shape", "dtype", "placed", "a device", "of", "why"), rows, title)
+    followers = sum(1 for leaf in plan.opt_state if leaf.follows)
+    return f"{table}\n{followers} arrays of the optimizer are placed like the parameters that they follow.\n{_totals(plan)}"
+
+
+def _row(plan: Plan, leaf: Leaf) -> tuple[str, ...]:
+    spec = leaf.spec(plan.partitioned_axes)
+    placed = ", ".join(f"dim {d} over {'+'.join(_axes_of(e))}" for d, e in enumerate(spec) if e is not None) or "whole"
+    why = leaf.why if plan.config.stage > 0 or leaf.dim is None else "stage 0"
+    here, of = tables.size(plan._bytes(leaf)), tables.size(leaf.bytes)
+    return leaf.path, "x".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype), placed, here, of, why
+
+
+def _totals(plan: Plan) -> str:
+    rows = []
+    for part in ("params", "opt_state", "model_state"):
+        leaves = getattr(plan, part)
+        whole = sum(leaf.bytes for leaf in leaves if leaf.dim is None or not plan.partitioned_axes)
+        sums = (plan.bytes_per_device(part), sum(leaf.bytes for leaf in leaves), whole)
+        rows.append((part, str(len(leaves)), *map(tables.size, sums)))
+    rows.append(("state, with step and key", "", tables.size(plan.bytes_per_device()), "", ""))
+    return tables.render(("part", "arrays", "a device", "of", "not over shard axes"), rows)
+
+
+def _entry(axes: Sequence[str]) -> Any:
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _path(keys: tuple) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _with_paths(tree: Tree) -> list[tuple[str, Any]]:
+    return [(_path(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]

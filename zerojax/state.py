@@ -1,0 +1,189 @@
+"""The train state: born partitioned, checked before a step, gathered for evaluation or export."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax.contracts import TrainState, Tree, Variables
+from zerojax.plan import Plan, as_variables, mesh_context
+from zerojax.precision import cast, floating
+
+_RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
+
+
+def init_state(
+    init_fn: Callable[[Any], Tree], tx: optax.GradientTransformation, plan: Plan, key: Any, *, params: Tree = None
+) -> TrainState:
+    """Make the train state, each device only its own part.
+
+    Parameters and optimizer state come from one compiled program each, so that nothing is whole anywhere on the way
+    (unless ``init_fn`` itself needs it, as an orthogonal initializer does). The values are the same on every mesh.
+
+    Args:
+      init_fn, tx: those that the plan was made for.
+      plan: where everything goes.
+      key: for ``init_fn``, as it is; the key for training is derived from it.
+      params: parameters that exist already (pretrained ones, on the host or on devices) in place of ``init_fn``'s; they
+        are cast to ``param_dtype``.
+
+    Raises:
+      ValueError: if the plan was made for other parameters or another ``tx``, or its mesh has no devices.
+
+    >>> from zerojax import make_plan
+    >>> init_fn, tx = lambda key: {"w": jax.random.normal(key, (16, 24))}, optax.adam(1e-3)
+    >>> plan = make_plan(init_fn, tx, jax.make_mesh((8,), ("data",)))
+    >>> tuple(init_state(init_fn, tx, plan, jax.random.key(0)).params["w"].sharding.spec)
+    (None, 'data')
+    """
+    if not isinstance(plan.mesh, jax.sharding.Mesh):
+        raise ValueError("the plan's mesh has no devices, so no state can be made on it; make the plan on a real mesh")
+    check_transform(tx, plan)
+    shardings = plan.state_shardings
+
+    def init_variables(key):
+        variables = as_variables(init_fn(key))
+        return Variables(cast(variables.params, plan.config.precision.param_dtype), variables.model_state)
+
+    with mesh_context(plan.mesh):
+        _check_shapes(jax.eval_shape(init_variables, key).params, plan.abstract_state.params, "init_fn's parameters")
+        out = Variables(shardings.params, shardings.model_state)
+        variables = jax.jit(init_variables, out_shardings=out)(key)
+        if params is not None:
+            variables = Variables(_place_params(params, plan), variables.model_state)
+        opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(floating(variables.params))
+        step, rng = jax.jit(lambda key: (jnp.int32(0), _train_key(key)), out_shardings=plan.replicated)(key)
+    return TrainState(step, variables.params, opt_state, rng, variables.model_state)
+
+
+def gather_params(params: Tree, plan: Plan) -> Tree:
+    """Whole parameters on every device, for sampling, evaluation or export; copies, safe from later donated steps.
+
+    Args:
+      params: the parameters of a state of this plan.
+
+    >>> from zerojax import make_plan
+    >>> init_fn, tx = lambda key: {"w": jax.random.normal(key, (16, 24))}, optax.sgd(1e-3)
+    >>> plan = make_plan(init_fn, tx, jax.make_mesh((8,), ("data",)))
+    >>> state = init_state(init_fn, tx, plan, jax.random.key(0))
+    >>> gather_params(state.params, plan)["w"].addressable_shards[0].data.shape
+    (16, 24)
+    """
+    _check_arrays(params, plan.state_shardings.params, plan.abstract_state.params, "params")
+    with mesh_context(plan.mesh):
+        return jax.jit(_own_copy(lambda p: p), out_shardings=plan.replicated)(params)
+
+
+def check_transform(tx: optax.GradientTransformation, plan: Plan):
+    """Raise a ``ValueError`` unless ``tx`` makes the optimizer state that the plan has places for."""
+    with mesh_context(plan.mesh):
+        made = jax.eval_shape(tx.init, floating(plan.abstract_state.params))
+    _check_shapes(made, plan.abstract_state.opt_state, "the optimizer state of tx")
+
+
+def check_state(state: Any, plan: Plan):
+    """Raise a ``ValueError`` unless ``state`` is alive and placed as the plan says."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state must be a zerojax.TrainState, not {type(state).__name__}; make it with init_state")
+    _check_arrays(state, plan.state_shardings, plan.abstract_state, "state")
+
+
+def check_params(params: Tree, plan: Plan):
+    """Raise a ``ValueError`` unless ``params`` (arrays, or values traced under ``jit``) have the plan's shapes."""
+    _check_shapes(params, plan.abstract_state.params, "params")
+
+
+def place_batch(batch: Tree, plan: Plan) -> Tree:
+    """The batch as global arrays, rows divided over the shard axes. What is placed already is not moved.
+
+    Host arrays are this process's own rows: with several processes each feeds its part of the global batch.
+    """
+    processes = jax.process_count()
+
+    def place(leaf):
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, plan.batch_sharding)
+        return jax.make_array_from_process_local_data(plan.batch_sharding, np.asarray(leaf))
+
+    local = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
+    check_batch(local, plan, micro_batches=1, processes=processes)
+    return jax.tree.map(place, local)
+
+
+def check_batch(batch: Tree, plan: Plan, *, micro_batches: int, processes: int = 1):
+    """Raise a ``ValueError`` unless the rows can be divided over devices and micro-batches."""
+    leaves = jax.tree.leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    parts, rows = plan.devices * micro_batches, {}
+    for keys, leaf in leaves:
+        name = "batch" + jax.tree_util.keystr(keys)
+        if not jnp.ndim(leaf):
+            raise ValueError(f"{name} is a scalar and has no rows to divide over {dict(plan.axes)}; repeat it per row "
+                             "or close over it in the loss")  # fmt: skip
+        local = processes > 1 and not isinstance(leaf, jax.Array)
+        rows[name] = leaf.shape[0] * (processes if local else 1)
+        if rows[name] % parts or not rows[name]:
+            raise ValueError(
+                f"{name} has {rows[name]} rows (shape {leaf.shape}), which cannot be divided over {plan.devices} devices "
+                f"(axes {dict(plan.axes)}) x {micro_batches} micro-batches: use a multiple of {parts} rows, or give the "
+                "loss a row mask and pad"
+            )
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"the leaves of the batch have different numbers of rows: {rows}")
+
+
+def _own_copy(f: Callable) -> Callable:
+    """``f`` with a buffer of its own for every output: some optimizers return their very inputs, and donation would
+    then take the same buffer twice."""
+    return lambda *args: jax.tree.map(jnp.copy, f(*args))
+
+
+def _train_key(key: Any) -> Any:
+    key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    return jax.random.fold_in(key, _RNG_STREAM)
+
+
+def _place_params(params: Tree, plan: Plan) -> Tree:
+    """Existing parameters, moved leaf by leaf; a copy, so that the caller's arrays outlive the donated state."""
+    params = jax.tree.map(lambda p: p if isinstance(p, jax.Array) else np.asarray(p), params)
+    params = cast(params, plan.config.precision.param_dtype)
+    _check_shapes(params, plan.abstract_state.params, "params")
+    return jax.tree.map(lambda p, s: jax.device_put(p, s, may_alias=False), params, plan.state_shardings.params)
+
+
+def _check_shapes(tree: Tree, expected: Tree, what: str):
+    """Same tree structure, and the same shape and dtype for every leaf."""
+    _check_structure(tree, expected, what)
+    for (keys, leaf), want in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
+        if leaf.shape != want.shape or leaf.dtype != want.dtype:
+            raise ValueError(
+                f"{what} do not fit the plan: {jax.tree_util.keystr(keys)} is {leaf.dtype}{list(leaf.shape)}, planned was "
+                f"{want.dtype}{list(want.shape)}; use the init_fn and tx that make_plan was given, or make a new plan"
+            )
+
+
+def _check_structure(tree: Tree, expected: Tree, what: str):
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        have, want = ({jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(t)} for t in (tree, expected))
+        odd = f"missing {sorted(want - have)[:3]}, not planned {sorted(have - want)[:3]}"
+        raise ValueError(f"{what} do not fit the plan: another tree ({odd}); make a plan for this init_fn and tx")
+
+
+def _check_arrays(tree: Tree, shardings: Tree, expected: Tree, what: str):
+    _check_shapes(tree, expected, what)
+    for (keys, leaf), sharding in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(shardings), strict=True):
+        name = what + jax.tree_util.keystr(keys)
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(f"{name} is a {type(leaf).__name__}, not placed on the plan's devices; {_MOVE}")
+        if leaf.is_deleted():
+            raise ValueError(f"{name} was donated: this train state went into an earlier step, which reused its memory; "
+                             "go on with the state that the step returned")  # fmt: skip
+        if leaf.sharding != sharding and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            raise ValueError(f"{name} is placed as {leaf.sharding}, the plan says {sharding}; {_MOVE}")
+
+
+_MOVE = "move it there with jax.device_put(state, plan.state_shardings)"

@@ -1,0 +1,397 @@
+"""The steps: the gradient of each stage, accumulation, the update.
+
+The upper half runs under `jax.shard_map` on every device's own rows: cast, gather, differentiate, reduce-scatter,
+weigh. The lower half, the optimizer, sees global arrays under ``jit``, so that norms, trust ratios and matrix products
+are those of whole parameters.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax import collectives, units
+from zerojax.contracts import Loss, TrainState, Tree
+from zerojax.plan import Plan, mesh_context
+from zerojax.precision import cast, cast_like, floating, gradient_dtype, is_floating, merge
+from zerojax.state import check_batch, check_params, check_state, check_transform, place_batch
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What makes a stage: when parameters are gathered and when gradients are reduced."""
+
+    gather: Literal["step", "use"]
+    reduce: Literal["step", "micro-batch"]
+
+
+# arXiv 1910.02054, section 5. Stage 0 is stage 1 with nothing partitioned: gathers vanish, reduce-scatters are
+# all-reduces.
+_SCHEDULES = {
+    0: _Schedule(gather="step", reduce="step"),
+    1: _Schedule(gather="step", reduce="step"),
+    2: _Schedule(gather="step", reduce="micro-batch"),
+    3: _Schedule(gather="use", reduce="micro-batch"),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled step with its checks: ``step(state, batch)``.
+
+    Attributes:
+      plan: what the state must fit.
+      micro_batches: into how many parts each device's rows are divided.
+      jitted: the function under ``jax.jit``.
+    """
+
+    plan: Plan
+    micro_batches: int
+    jitted: Any
+
+    def __call__(self, state: TrainState, batch: Tree) -> Any:
+        check_state(state, self.plan)
+        batch = place_batch(batch, self.plan)
+        check_batch(batch, self.plan, micro_batches=self.micro_batches)
+        with mesh_context(self.plan.mesh):
+            return self.jitted(state, batch)
+
+    def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
+        """Lower the step for arrays or shapes (``plan.abstract_state``, `jax.ShapeDtypeStruct`)."""
+        check_batch(batch, self.plan, micro_batches=self.micro_batches)
+        with mesh_context(self.plan.mesh):
+            return self.jitted.lower(state, batch)
+
+
+def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: Plan) -> Step:
+    """One training step of the plan's stage, compiled; it takes over the memory of the state that it is given.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch, rng)``, with mutable model state ``loss_fn(params, batch, rng, model_state)``;
+        trailing arguments may be left out. It sees whole parameters in ``compute_dtype`` and one device's rows of one
+        micro-batch, and returns the mean over those rows, or a `Loss`. The shard axes are named axes inside it
+        (``nn.BatchNorm(axis_name="data")``). ``rng`` differs by step, micro-batch and device.
+      tx: the transformation that the plan was made for. It sees the mean gradient in float32.
+      plan: from `make_plan`.
+
+    Returns:
+      ``step(state, batch) -> (state, metrics)``. The batch is a tree of arrays with rows in dim 0, on the host or
+      placed by ``plan.batch_sharding``; micro-batch ``i`` of ``k`` holds the rows ``i, i + k, i + 2 k, ...``. Metrics:
+      ``loss``; ``grad_norm`` of the whole mean gradient in float32, before ``tx``; ``step``, the updates made so far;
+      and the loss's own. They stay on the devices until they are read.
+
+    Raises:
+      ValueError: for a ``tx`` or a state that does not fit the plan, a state that was donated before, rows that do not
+        divide, a loss that is no scalar; all before compilation.
+
+    >>> from zerojax import init_state, make_plan
+    >>> init_fn, tx = lambda key: {"w": jnp.zeros((8,))}, optax.sgd(0.5)
+    >>> plan = make_plan(init_fn, tx, jax.make_mesh((8,), ("data",)))
+    >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), tx, plan)
+    >>> state, metrics = step(init_state(init_fn, tx, plan, jax.random.key(0)), jnp.ones((16, 8)))
+    >>> float(metrics["loss"]), int(state.step)
+    (1.0, 1)
+    """
+    check_transform(tx, plan)
+    gradient = _gradient(loss_fn, plan)
+
+    def train_step(state, batch):
+        rng = jax.random.fold_in(state.rng, state.step)
+        loss, grads, model_state = gradient(state.params, batch, rng, state.model_state)
+        params, opt_state = _update(tx, grads, state)
+        metrics = {"loss": loss.total, "grad_norm": optax.global_norm(grads), "step": state.step + 1}
+        new = TrainState(state.step + 1, params, opt_state, state.rng, model_state)
+        return new, _add_metrics(metrics, loss.metrics)
+
+    placed = plan.state_shardings
+    return Step(plan, plan.config.accumulate, jax.jit(
+        train_step, donate_argnums=0, in_shardings=(placed, plan.batch_sharding), out_shardings=(placed, plan.replicated)
+    ))  # fmt: skip
+
+
+def make_eval_step(metric_fn: Callable, plan: Plan) -> Step:
+    """Means over a batch, without a gradient and without touching the state.
+
+    Args:
+      metric_fn: takes what a loss takes, and returns what a loss returns, or a mapping of means over the rows.
+
+    Returns:
+      ``step(state, batch) -> metrics``; the value of a scalar or a `Loss` is ``metrics["loss"]``.
+
+    >>> from zerojax import init_state, make_plan
+    >>> init_fn, tx = lambda key: {"w": jnp.ones((8,))}, optax.sgd(0.5)
+    >>> plan = make_plan(init_fn, tx, jax.make_mesh((8,), ("data",)))
+    >>> step = make_eval_step(lambda p, x: {"mean": jnp.mean(x @ p["w"])}, plan)
+    >>> float(step(init_state(init_fn, tx, plan, jax.random.key(0)), jnp.ones((16, 8)))["mean"])
+    8.0
+    """
+    call = with_arguments(metric_fn)
+
+    def local(params, batch, rng, model_state):
+        whole = collectives.gather(_to_wire(params, plan), plan.wire, plan.axes)
+        value = call(merge(whole, params), batch, _fold(rng, 0, plan), model_state)
+        named = isinstance(value, Mapping)
+        loss = _as_loss(Loss(0.0, 1.0, value) if named else value, "metric_fn")
+        loss = _global_mean(_weighted(loss), plan)
+        return loss.metrics if named else _add_metrics({"loss": loss.total}, loss.metrics)
+
+    def eval_step(state, batch):
+        rng = jax.random.fold_in(state.rng, state.step)
+        return _over_rows(local, plan, PartitionSpec())(state.params, batch, rng, state.model_state)
+
+    placed = (plan.state_shardings, plan.batch_sharding)
+    return Step(plan, 1, jax.jit(eval_step, in_shardings=placed, out_shardings=plan.replicated))
+
+
+def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Callable:
+    """Drop-in for `jax.value_and_grad` inside a user's own ``jax.jit``: the mean loss and its partitioned gradient.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      plan: its stage, accumulation and precision hold.
+      has_aux: return ``(loss, aux)`` for ``loss``, where ``aux`` is a `Loss` with the sum and weight of all rows, the
+        mean metrics and the new model state.
+
+    Returns:
+      ``f(params, batch, rng=None, model_state=None) -> (loss, gradients)``: the gradient of the mean over all rows,
+      placed like the parameters and in their dtype; ``None`` for leaves that are not floating. Fold the step into
+      ``rng`` yourself; micro-batch and device are folded here.
+
+    Raises:
+      ValueError: as `make_train_step`, while tracing; also if another mesh than the plan's is active.
+
+    >>> from zerojax import make_plan
+    >>> params, tx = {"w": jnp.ones((8,))}, optax.sgd(0.5)
+    >>> plan = make_plan(lambda key: params, tx, jax.make_mesh((8,), ("data",)))
+    >>> f = jax.jit(value_and_grad(lambda p, x: jnp.mean(x @ p["w"]), plan))
+    >>> loss, grads = f(jax.device_put(params, plan.state_shardings.params), jnp.ones((16, 8)))
+    >>> float(loss), tuple(grads["w"].sharding.spec)
+    (8.0, ('data',))
+    """
+    gradient = _gradient(loss_fn, plan)
+
+    def run(params, batch, rng=None, model_state=None):
+        check_params(params, plan)
+        check_batch(batch, plan, micro_batches=plan.config.accumulate)
+        _check_context(plan)
+        loss, grads, model_state = gradient(params, batch, rng, model_state)
+        grads = cast_like(grads, floating(params))
+        if not has_aux:
+            return loss.total, grads
+        return (loss.total, Loss(loss.total * loss.weight, loss.weight, loss.metrics, model_state)), grads
+
+    return run
+
+
+# ---- the upper half: on one device's rows ----
+
+
+def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
+    """``(params, batch, rng, model_state) -> (mean loss, mean gradient, new model state)`` on global arrays."""
+    objective = _objective(with_arguments(loss_fn))
+
+    def local(params, batch, rng, model_state):
+        sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state)
+        loss = _global_mean(sums, plan)
+        grads = [_divide(g, loss.weight) for g in grads]
+        return loss, grads, collectives.mean(model_state, plan.axes)
+
+    grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire]
+    sharded = _over_rows(local, plan, (PartitionSpec(), grad_specs, PartitionSpec()))
+
+    def run(params, batch, rng, model_state):
+        loss, grads, model_state = sharded(params, batch, rng, model_state)
+        return loss, jax.tree.structure(floating(params)).unflatten(grads), model_state
+
+    return run
+
+
+def _over_rows(local: Callable, plan: Plan, out_specs: Any) -> Callable:
+    """``local(params, batch, rng, model_state)`` on every device; other mesh axes stay with the compiler.
+
+    Replication is not checked: with the check on, gradients of replicated parameters arrive already summed and those
+    of partitioned ones do not.
+    """
+    axes = tuple(plan.axes)
+    param_specs = plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
+    rows = PartitionSpec(axes if len(axes) > 1 else axes[0])
+    return jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(param_specs, rows, PartitionSpec(), PartitionSpec()),
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss, list[jax.Array], Tree]:
+    """This device's sums over its micro-batches, and the reduced sum of the gradients."""
+    schedule, precision, count = _SCHEDULES[plan.config.stage], plan.config.precision, plan.config.accumulate
+    shards, dtype = _to_wire(params, plan), gradient_dtype(precision)
+
+    def gather(shards):
+        return collectives.gather(shards, plan.wire, plan.axes)
+
+    def reduce(grads):
+        grads = collectives.reduce_scatter(cast(grads, precision.reduce_dtype), plan.wire, plan.axes)
+        return cast(grads, dtype)
+
+    every = schedule.reduce == "micro-batch"
+    held = gather(shards) if schedule.gather == "step" else shards
+    gradient = units.gradient(
+        lambda whole, *args: objective(merge(whole, params), *args),
+        held,
+        gather if schedule.gather == "use" else None,
+        reduce if every else lambda grads: grads,
+    )
+
+    def micro_batch(model_state, index, rows):
+        (_, loss), grads = gradient(rows, _fold(rng, index, plan), model_state)
+        return loss.model_state, grads, _weighted(loss)
+
+    if count == 1:
+        model_state, grads, sums = micro_batch(model_state, 0, batch)
+    else:
+        zeros = [jnp.zeros(a.shape, dtype) for a in (shards if every else held)]
+        model_state, grads, sums = _accumulate(micro_batch, model_state, zeros, _micro_batches(batch, count))
+    return sums, grads if every else reduce(grads), model_state
+
+
+def _accumulate(micro_batch, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
+    """Sums over the micro-batches, in a scan; the model state is threaded through."""
+
+    def body(carry, part):
+        model_state, sums = carry
+        model_state, grads, weighted = micro_batch(model_state, *part)
+        return (model_state, [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]), weighted
+
+    count = jax.tree.leaves(batches)[0].shape[0]
+    (model_state, sums), weighted = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
+    return model_state, sums, jax.tree.map(lambda a: a.sum(0), weighted)
+
+
+def _micro_batches(batch: Tree, count: int) -> Tree:
+    """Rows by stride, so that micro-batch ``i`` holds the same rows whatever the number of devices."""
+    return jax.tree.map(lambda a: a.reshape(a.shape[0] // count, count, *a.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _to_wire(params: Tree, plan: Plan) -> list[jax.Array]:
+    """The trained shards in the dtype that the loss sees: cast here, so that the gather moves the smaller dtype."""
+    return [leaf.astype(plan.config.precision.compute_dtype) for leaf in jax.tree.leaves(params) if is_floating(leaf)]
+
+
+def _fold(rng: Any, micro_batch: Any, plan: Plan) -> Any:
+    if rng is None:
+        return None
+    return jax.random.fold_in(jax.random.fold_in(rng, micro_batch), lax.axis_index(tuple(plan.axes)))
+
+
+def _global_mean(sums: Loss, plan: Plan) -> Loss:
+    """Of every device's weighted sums: the mean loss as ``total``, mean metrics, the summed weight."""
+    sums = collectives.all_reduce(sums, plan.axes)
+    mean = jax.tree.map(lambda a: _divide(a, sums.weight), (sums.total, sums.metrics))
+    return Loss(mean[0], sums.weight, mean[1])
+
+
+def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """``total / weight``, and zero where there is no weight: a batch of padding only must not destroy a run."""
+    return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+
+
+# ---- the lower half: on global arrays ----
+
+
+def _update(tx: optax.GradientTransformation, grads: Tree, state: TrainState) -> tuple[Tree, Tree]:
+    """Parameters and optimizer state after ``tx``, in the dtypes that they had."""
+    trained = floating(state.params)
+    updates, opt_state = tx.update(grads, state.opt_state, trained)
+    params = cast_like(optax.apply_updates(trained, updates), trained)
+    return merge(params, state.params), cast_like(opt_state, state.opt_state)
+
+
+# ---- the contract of the loss ----
+
+
+def with_arguments(fn: Callable) -> Callable:
+    """``fn(params, batch, rng, model_state)`` for a function that may leave out the last one or two."""
+    parameters = inspect.signature(fn).parameters.values()
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return fn
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p.name for p in parameters if p not in required and p.name in ("rng", "model_state")]
+    if len(required) not in (2, 3, 4) or len(required) == 4 and named:
+        names = ", ".join(p.name for p in required)
+        raise ValueError(f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names})")
+
+    def call(params, batch, rng, model_state):
+        given = {"rng": rng, "model_state": model_state}
+        return fn(*(params, batch, rng, model_state)[: len(required)], **{name: given[name] for name in named})
+
+    return call
+
+
+def _objective(call: Callable) -> Callable:
+    """The loss as ``(params, batch, rng, model_state) -> (total to differentiate, Loss)``."""
+
+    def objective(params, batch, rng, model_state):
+        loss = _as_loss(call(params, batch, rng, model_state), "loss_fn")
+        new = _new_model_state(loss.model_state, model_state)
+        return loss.total, Loss(loss.total, lax.stop_gradient(loss.weight), loss.metrics, new)
+
+    return objective
+
+
+def _as_loss(value: Any, name: str) -> Loss:
+    """A scalar mean as a `Loss` of weight 1, every device and micro-batch having as many rows; sums in float32."""
+    loss = value if isinstance(value, Loss) else Loss(value, 1.0)
+    for part, number in (("total", loss.total), ("weight", loss.weight)):
+        if jax.tree.structure(number) != jax.tree.structure(0) or jnp.ndim(number):
+            shape = jax.tree.map(jnp.shape, number)
+            raise ValueError(f"{name} must return a scalar or a zerojax.Loss; its {part} has shape {shape}. Take the mean "
+                             "over the rows; extra values go into Loss(metrics=...)")  # fmt: skip
+    if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
+        raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
+    total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) for x in (loss.total, loss.weight))
+    return Loss(total, weight, loss.metrics, loss.model_state)
+
+
+def _weighted(loss: Loss) -> Loss:
+    """Ready to be added over micro-batches and devices: metrics times the weight, all in the dtype of the sums."""
+    dtype = loss.total.dtype
+    weight = loss.weight.astype(dtype)
+    return Loss(loss.total, weight, jax.tree.map(lambda m: jnp.asarray(m).astype(dtype) * weight, dict(loss.metrics)))
+
+
+def _sum_dtype(value: Any) -> Any:
+    return jnp.promote_types(jnp.result_type(value, jnp.float32), jnp.float32)
+
+
+def _new_model_state(new: Tree, old: Tree) -> Tree:
+    if new is None or old is None and not jax.tree.leaves(new):
+        return old
+    shapes = [jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (new, old)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the loss returned a model_state unlike the one it was given: {shapes[0]} for {shapes[1]}")
+    return new
+
+
+def _add_metrics(own: dict, others: Mapping) -> dict:
+    taken = sorted(set(own) & set(others))
+    if taken:
+        raise ValueError(f"the names {taken} in Loss(metrics=...) are the step's own; choose others")
+    return {**own, **others}
+
+
+def _check_context(plan: Plan):
+    """An active mesh with other axes than the plan's makes JAX refuse the plan's arrays, in words that do not help."""
+    active = jax.sharding.get_abstract_mesh()
+    if not active.empty and active.shape_tuple and active.axis_types != plan.mesh.abstract_mesh.axis_types:
+        raise ValueError(f"the active mesh {active} is not the plan's; use `with jax.set_mesh(plan.mesh)`, which has the "
+                         "same devices with Auto axes, or no active mesh")  # fmt: skip

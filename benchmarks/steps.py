@@ -1,0 +1,284 @@
+"""Time of one train step: each stage of zerojax beside the same step written by hand, on simulated CPU devices.
+
+    python benchmarks/steps.py --steps 40
+
+All ways train one small GPT from the same parameters on the same batches. They take turns, one step each a round, and
+are compared within a round, so that a machine that is slower for a while is slower for all of them. The devices share
+the machine's cores and memory: the figures show what a way adds to the work, not what a network would cost.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import zerojax
+from zerojax import tables
+
+VOCABULARY, HEAD = 512, 64
+AGREE = 1e-4  # the most that the losses of two ways may differ
+BATCHES = 8  # different ones, in turn
+
+
+# ---- model ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of the model, and rows of one step over all devices."""
+
+    width: int
+    layers: int
+    sequence: int
+    rows: int
+
+
+def init_fn(size: Size, key: Any) -> dict:
+    """Parameters of a GPT with unrolled layers, its head tied to the embedding."""
+    keys = iter(jax.random.split(key, 2 + 4 * size.layers))
+
+    def normal(*shape, scale=0.02):
+        return scale * jax.random.normal(next(keys), shape)
+
+    def norm():
+        return {"scale": jnp.ones(size.width), "bias": jnp.zeros(size.width)}
+
+    def block():
+        d, out = size.width, 0.02 / math.sqrt(2 * size.layers)
+        attention = {"qkv": normal(d, 3 * d), "out": normal(d, d, scale=out)}
+        mlp = {"up": normal(d, 4 * d), "up_bias": jnp.zeros(4 * d), "down": normal(4 * d, d, scale=out)}
+        return {"norm_1": norm(), **attention, "norm_2": norm(), **mlp, "down_bias": jnp.zeros(d)}
+
+    ends = {"embed": normal(VOCABULARY, size.width), "position": normal(size.sequence, size.width), "norm": norm()}
+    return {**ends, "blocks": [block() for _ in range(size.layers)]}
+
+
+def layer_norm(p, x):
+    return jax.nn.standardize(x, epsilon=1e-5) * p["scale"] + p["bias"]
+
+
+def block_fn(p, x):
+    rows, sequence, width = x.shape
+    h = layer_norm(p["norm_1"], x) @ p["qkv"]
+    q, k, v = jnp.moveaxis(h.reshape(rows, sequence, 3, width // HEAD, HEAD), 2, 0)
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+    h = jax.nn.gelu(layer_norm(p["norm_2"], x) @ p["up"] + p["up_bias"])
+    return x + h @ p["down"] + p["down_bias"]
+
+
+def loss_fn(params, tokens, block=block_fn, constrain=lambda x: x):
+    """Mean cross entropy of the next token; ``constrain`` sees what passes from block to block."""
+    x = constrain(params["embed"][tokens[:, :-1]] + params["position"])
+    for p in params["blocks"]:
+        x = constrain(block(p, x))
+    logits = layer_norm(params["norm"], x) @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
+
+
+def batches(size: Size, sharding: NamedSharding) -> list[jax.Array]:
+    """Tokens, small ones the likeliest, placed on the devices so that no step waits for them."""
+    rng = np.random.default_rng(0)
+    draws = rng.random((BATCHES, size.rows, size.sequence + 1)) ** 3 * VOCABULARY
+    return [jax.device_put(tokens, sharding) for tokens in draws.astype(np.int32)]
+
+
+# ---- the ways ----
+
+
+@dataclasses.dataclass
+class Way:
+    """One way to write the step ``(state, batch) -> (state, loss)``, and what was measured of it."""
+
+    name: str
+    rivals: tuple[str, ...]  # compared with the fastest of these
+    state: Any
+    step: Callable
+    compile_seconds: float = 0.0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    losses: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    def run(self, batch: jax.Array) -> float:
+        """Makes one step and returns its seconds, calls and checks on the host included."""
+        start = time.perf_counter()
+        self.state, loss = self.step(self.state, batch)
+        jax.block_until_ready((self.state, loss))
+        self.losses.append(loss)
+        return time.perf_counter() - start
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+
+def by_hand(name: str, size: Size, mesh: Mesh, placed: Callable, loss: Callable) -> Way:
+    """A step under plain ``jax.jit``; ``placed(shape)`` is the `PartitionSpec` of an array of the state."""
+    tx = optimizer()
+
+    def init(key):
+        params = init_fn(size, key)
+        return params, tx.init(params)
+
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    key = jax.random.key(0)
+    shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, placed(leaf.shape)), jax.eval_shape(init, key))
+    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    jitted = jax.jit(step, in_shardings=(shardings, rows), out_shardings=(shardings, whole), donate_argnums=0)
+    return Way(name, (), jax.jit(init, out_shardings=shardings)(key), jitted)
+
+
+def replicated(size: Size, mesh: Mesh) -> Way:
+    return by_hand("replicated", size, mesh, lambda shape: PartitionSpec(), loss_fn)
+
+
+def fsdp(size: Size, mesh: Mesh, remat: bool) -> Way:
+    """Every array partitioned on its largest dim, the activations kept apart by rows; optionally blocks recomputed."""
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    block = jax.checkpoint(block_fn) if remat else block_fn
+
+    def placed(shape):
+        dims = [dim for dim in range(len(shape)) if shape[dim] % mesh.size == 0]
+        return PartitionSpec(*[None] * max(dims, key=lambda dim: shape[dim]), "data") if dims else PartitionSpec()
+
+    def loss(params, tokens):
+        return loss_fn(params, tokens, block, lambda x: jax.lax.with_sharding_constraint(x, rows))
+
+    return by_hand("FSDP" + (" remat" if remat else ""), size, mesh, placed, loss)
+
+
+def stage(size: Size, mesh: Mesh, number: int) -> Way:
+    """zerojax's step. The metric stands in for the bare loss of the others."""
+    tx = optimizer()
+    plan = zerojax.make_plan(lambda key: init_fn(size, key), tx, mesh, zerojax.ZeroConfig(stage=number))
+    state = zerojax.init_state(lambda key: init_fn(size, key), tx, plan, jax.random.key(0))
+    step = zerojax.make_train_step(lambda params, batch: loss_fn(params, batch), tx, plan)
+
+    def run(state, batch):
+        state, metrics = step(state, batch)
+        return state, metrics["loss"]
+
+    return Way(f"stage {number}", ("FSDP", "FSDP remat") if number == 3 else ("replicated",), state, run)
+
+
+def make_ways(size: Size, mesh: Mesh) -> list[Way]:
+    hand = [replicated(size, mesh), fsdp(size, mesh, remat=False), fsdp(size, mesh, remat=True)]
+    return hand + [stage(size, mesh, number) for number in range(4)]
+
+
+# ---- measuring ----
+
+
+def warm_up(ways: list[Way], batch: jax.Array):
+    """The first step of each, which compiles, and a second; neither is measured."""
+    for way in ways:
+        way.compile_seconds = way.run(batch) - way.run(batch)
+        progress(f"compiled {way.name} in {way.compile_seconds:.1f} s\n")
+
+
+def measure(ways: list[Way], data: list[jax.Array], steps: int):
+    """Rounds in which each way makes one step; the order rotates, and every other round it is reversed."""
+    for number in range(steps):
+        first = number % len(ways)
+        order = (ways[first:] + ways[:first])[:: -1 if number % 2 else 1]
+        for way in order:
+            way.seconds.append(way.run(data[number % len(data)]))
+        progress(f"\rround {number + 1} of {steps}" + "\n" * (number + 1 == steps))
+
+
+def disagreement(ways: list[Way]) -> float:
+    """The largest difference between the losses of two ways in any step."""
+    losses = np.array([jax.device_get(way.losses) for way in ways])
+    return float(np.ptp(losses, axis=0).max())
+
+
+def summary(way: Way, ways: list[Way]) -> dict:
+    """What was measured of a way; ratios are quartiles over the rounds, each within its round."""
+    result = {"way": way.name, "compile_seconds": way.compile_seconds, "seconds": quartiles(way.seconds)}
+    rival = min((other for other in ways if other.name in way.rivals), key=lambda other: other.median, default=None)
+    if rival:
+        ratios = np.divide(way.seconds, rival.seconds)
+        result |= {"rival": rival.name, "ratio": quartiles(ratios)}
+    return result
+
+
+def quartiles(values: Any) -> list[float]:
+    return np.percentile(values, [25, 50, 75]).tolist()
+
+
+# ---- words ----
+
+
+def table(results: list[dict], title: str) -> str:
+    columns = ("way", "compile s", "step ms", "quartiles", "beside", "ratio", "quartiles")
+    return tables.render(columns, [row(result) for result in results], title)
+
+
+def row(result: dict) -> tuple[str, ...]:
+    low, middle, high = (1e3 * value for value in result["seconds"])
+    cells = (result["way"], f"{result['compile_seconds']:.1f}", f"{middle:.0f}", f"{low:.0f} to {high:.0f}")
+    if "ratio" not in result:
+        return *cells, "", "", ""
+    low, middle, high = result["ratio"]
+    return *cells, result["rival"], f"{middle:.3f}", f"{low:.3f} to {high:.3f}"
+
+
+def progress(text: str):
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = {"steps": 40, "width": 256, "layers": 10, "sequence": 64, "rows": 16, "devices": 8}
+    helps = {"steps": "measured steps of each way", "width": f"of the model, a multiple of {HEAD}", "rows": "of a step"}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{helps.get(name, '')} (default {default})")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    options = parser.parse_args()
+    if options.width % HEAD or options.rows % options.devices or min(options.steps, options.layers) < 1:
+        parser.error(f"--width must be a multiple of {HEAD}, --rows one of --devices, --steps and --layers 1 or more")
+    return options
+
+
+def main():
+    options = arguments()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    size = Size(options.width, options.layers, options.sequence, options.rows)
+    mesh = jax.make_mesh((options.devices,), ("data",), axis_types=(AxisType.Auto,))
+    ways, data = make_ways(size, mesh), batches(size, NamedSharding(mesh, PartitionSpec("data")))
+    warm_up(ways, data[0])
+    measure(ways, data, options.steps)
+    results, differ = [summary(way, ways) for way in ways], disagreement(ways)
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: init_fn(size, jax.random.key(0)))))
+    title = f"jax {jax.__version__}, {options.devices} CPU devices, {count / 1e6:.1f} M parameters, {size}, {options.steps} steps"
+    print(table(results, title))
+    print(f"losses agree to {differ:.1e}")
+    if options.json:
+        figures = {"jax": jax.__version__, **vars(options), "parameters": count, "disagreement": differ, "ways": results}
+        with open(options.json, "w") as file:
+            json.dump(figures, file, indent=1)
+    if not differ <= AGREE:
+        sys.exit(f"the ways do not train the same thing: their losses differ by more than {AGREE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A multilayer perceptron in plain JAX learns scikit-learn's handwritten digits."""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import zerojax
+from sklearn.datasets import load_digits
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--steps", type=int, default=100, help="updates to make")
+steps = parser.parse_args().steps
+
+images, labels = load_digits(return_X_y=True)  # (1797, 64), (1797,)
+data = {"x": (images / 16).astype(np.float32), "y": labels.astype(np.int32)}
+train, held_out = ({k: v[part] for k, v in data.items()} for part in (slice(None, 1536), slice(1536, None)))
+
+
+def init_fn(key):
+    first, second = jax.random.split(key)
+    return {
+        "hidden": {"w": jax.random.normal(first, (64, 256)) / 8, "b": jnp.zeros(256)},
+        "out": {"w": jax.random.normal(second, (256, 10)) / 16, "b": jnp.zeros(10)},
+    }
+
+
+def logits(params, x):
+    hidden = jax.nn.relu(x @ params["hidden"]["w"] + params["hidden"]["b"])
+    return hidden @ params["out"]["w"] + params["out"]["b"]
+
+
+def loss_fn(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["x"]), batch["y"]).mean()
+
+
+tx = optax.adamw(3e-3)
+plan = zerojax.make_plan(init_fn, tx, jax.make_mesh((jax.device_count(),), ("data",)))
+print(plan)
+state = zerojax.init_state(init_fn, tx, plan, jax.random.key(0))
+train_step = zerojax.make_train_step(loss_fn, tx, plan)
+
+random = np.random.default_rng(0)
+for step in range(steps):
+    rows = random.choice(len(train["y"]), 64, replace=False)
+    state, metrics = train_step(state, {k: v[rows] for k, v in train.items()})
+    if step % 10 == 0 or step == steps - 1:
+        print(f"step {step} loss {metrics['loss']:.6f}", flush=True)
+
+accuracy = (logits(state.params, held_out["x"]).argmax(-1) == held_out["y"]).mean()
+print(f"accuracy on images that were held out: {accuracy:.3f}")

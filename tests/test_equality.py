@@ -1,0 +1,129 @@
+"""Every stage trains as plain optax does on one device with the whole batch."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from allpairspy import AllPairs
+from jax.sharding import Mesh
+from models import CASES
+
+import zerojax
+
+STEPS = 4
+# Float32 sums in another order differ by some 1e-7; four steps and division by small Adam moments add to that.
+TWIN = 1e-5
+# Stages 1, 2 and 3 do the same sums in almost the same order.
+STAGES = 1e-6
+
+OPTIMIZERS = {
+    # SGD shows a wrong scale, which Adam and clipping hide.
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4, weight_decay=0.01)),
+}
+FACTORS = {
+    "case": list(CASES),
+    "devices": [1, 2, 4, 8],
+    "accumulate": [1, 2, 4],
+    "axis_types": ["auto", "explicit"],
+    "optimizer": list(OPTIMIZERS),
+}
+PAIRS = [tuple(row) for row in AllPairs(list(FACTORS.values()))]
+PRODUCT = [row for row in itertools.product(*FACTORS.values()) if row not in PAIRS]
+
+
+def make_mesh(devices: int, axis_types: str) -> Mesh:
+    kind = jax.sharding.AxisType.Auto if axis_types == "auto" else jax.sharding.AxisType.Explicit
+    return jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+@functools.cache
+def train_twin(name: str, optimizer: str, parts: int):
+    """Plain optax on one device; over ``parts`` micro-batches of strided rows where the model sees them singly."""
+    case, tx = CASES[name], OPTIMIZERS[optimizer]()
+    made = jax.jit(case.init)(jax.random.key(0))
+    params, model_state = (made.params, made.model_state) if isinstance(made, zerojax.Variables) else (made, None)
+
+    @jax.jit
+    def step(params, opt_state, model_state, batch):
+        losses, grads = [], []
+        for i in range(parts):
+            rows = jax.tree.map(lambda a, i=i: a[i::parts], batch)
+            (loss, model_state), grad = jax.value_and_grad(case.twin, has_aux=True)(params, rows, model_state)
+            losses.append(loss)
+            grads.append(grad)
+        grad = jax.tree.map(lambda *g: sum(g) / parts, *grads)
+        updates, opt_state = tx.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, model_state, sum(losses) / parts, optax.global_norm(grad)
+
+    opt_state, metrics = tx.init(params), []
+    for seed in range(STEPS):
+        params, opt_state, model_state, *metric = step(params, opt_state, model_state, case.batch(seed))
+        metrics.append(jnp.stack(metric))
+    return jax.device_get((params, opt_state, model_state, np.array(metrics)))
+
+
+def train_zero(case, tx, plan: zerojax.Plan, state: zerojax.TrainState):
+    """The same by the library: parameters, optimizer state, model state, losses and norms."""
+    step, metrics = zerojax.make_train_step(case.loss, tx, plan), []
+    state = jax.tree.map(jnp.copy, state)
+    for seed in range(STEPS):
+        state, metric = step(state, case.batch(seed))
+        metrics.append(jnp.stack([metric["loss"], metric["grad_norm"]]))
+    assert int(state.step) == int(metric["step"]) == STEPS
+    return jax.device_get((state.params, state.opt_state, state.model_state, np.array(metrics)))
+
+
+def assert_close(ours, twin, tolerance):
+    """Relative to the largest number of each leaf."""
+    chex.assert_trees_all_equal_structs(ours, twin)
+
+    def check(path, a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-30)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)} differs by {error:.2e} of its largest number"
+
+    jax.tree.map_with_path(check, ours, twin)
+
+
+def check_all_stages(name, devices, accumulate, axis_types, optimizer):
+    case, tx = CASES[name], OPTIMIZERS[optimizer]()
+    config = zerojax.ZeroConfig(stage=0, accumulate=accumulate, allow_whole=case.allow_whole)
+    plan = zerojax.make_plan(case.init, tx, make_mesh(devices, axis_types), config)
+    plans = [plan.with_stage(stage) for stage in range(4)]
+    born = [zerojax.init_state(case.init, tx, plan, jax.random.key(0)) for plan in plans[:2]]
+    results = [train_zero(case, tx, plan, born[min(stage, 1)]) for stage, plan in enumerate(plans)]
+    twin = train_twin(name, optimizer, accumulate if case.splits else 1)
+    for result in results:
+        assert_close(result, twin, TWIN)
+    for stage in (2, 3):
+        assert_close(results[stage], results[1], STAGES)
+
+
+@pytest.mark.parametrize(",".join(FACTORS), PAIRS)
+def test_every_stage_equals_plain_optax(case, devices, accumulate, axis_types, optimizer):
+    check_all_stages(case, devices, accumulate, axis_types, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(",".join(FACTORS), PRODUCT)
+def test_every_stage_equals_plain_optax_in_full(case, devices, accumulate, axis_types, optimizer):
+    check_all_stages(case, devices, accumulate, axis_types, optimizer)
+
+
+def test_the_comparison_sees_a_wrong_scale():
+    """The test of the test: a gradient that is larger by one in ten thousand is caught."""
+    case, tx = CASES["even"], OPTIMIZERS["sgd"]()
+    plan = zerojax.make_plan(case.init, tx, make_mesh(8, "auto"))
+    state = zerojax.init_state(case.init, tx, plan, jax.random.key(0))
+    state, _ = zerojax.make_train_step(lambda p, b, rng: 1.0001 * case.loss(p, b, rng), tx, plan)(state, case.batch(0))
+    right, _ = zerojax.make_train_step(case.loss, tx, plan)(
+        zerojax.init_state(case.init, tx, plan, jax.random.key(0)), case.batch(0)
+    )
+    with pytest.raises(AssertionError, match="differs"):
+        assert_close(jax.device_get(state.opt_state), jax.device_get(right.opt_state), TWIN)

@@ -76,6 +76,11 @@ def block_fn(p, x):
     return x + h @ p["down"] + p["down_bias"]
 
 
+def parameters(size: Size) -> int:
+    shapes = jax.eval_shape(lambda key: init_fn(size, key), jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
 def loss_fn(params, tokens, block=block_fn, constrain=lambda x: x):
     """Mean cross entropy of the next token; ``constrain`` sees what passes from block to block."""
     x = constrain(params["embed"][tokens[:, :-1]] + params["position"])
@@ -227,9 +232,14 @@ def quartiles(values: Any) -> list[float]:
 # ---- words ----
 
 
-def table(results: list[dict], title: str) -> str:
+def table(figures: dict) -> str:
+    title = (
+        f"jax {figures['jax']}: {figures['devices']} CPU devices, {figures['parameters'] / 1e6:.1f} M parameters, "
+        f"{figures['rows']} rows of {figures['sequence']} tokens, {figures['steps']} steps each"
+    )
     columns = ("way", "compile s", "step ms", "quartiles", "beside", "ratio", "quartiles")
-    return tables.render(columns, [row(result) for result in results], title)
+    text = tables.render(columns, [row(result) for result in figures["ways"]], title)
+    return f"{text}\nThe losses of all ways agree within {figures['disagreement']:.1e}."
 
 
 def row(result: dict) -> tuple[str, ...]:
@@ -267,16 +277,13 @@ def main():
     ways, data = make_ways(size, mesh), batches(size, NamedSharding(mesh, PartitionSpec("data")))
     warm_up(ways, data[0])
     measure(ways, data, options.steps)
-    results, differ = [summary(way, ways) for way in ways], disagreement(ways)
-    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: init_fn(size, jax.random.key(0)))))
-    title = f"jax {jax.__version__}, {options.devices} CPU devices, {count / 1e6:.1f} M parameters, {size}, {options.steps} steps"
-    print(table(results, title))
-    print(f"losses agree to {differ:.1e}")
+    figures = {"jax": jax.__version__, **vars(options), "parameters": parameters(size)}
+    figures |= {"disagreement": disagreement(ways), "ways": [summary(way, ways) for way in ways]}
+    print(table(figures))
     if options.json:
-        figures = {"jax": jax.__version__, **vars(options), "parameters": count, "disagreement": differ, "ways": results}
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1)
-    if not differ <= AGREE:
+    if not figures["disagreement"] <= AGREE:  # a NaN is no agreement either
         sys.exit(f"the ways do not train the same thing: their losses differ by more than {AGREE}")
 
 

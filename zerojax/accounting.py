@@ -18,9 +18,9 @@ from zerojax import tables
 Tree = Any
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# The CPU backend's default scheduler favours concurrency over memory; without it, figures are comparable with other
-# backends' (a string "false" is refused, the Python bool is not).
-_CPU_OPTIONS = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+# The CPU backend's default scheduler favours concurrency over memory; with this one, figures are comparable with other
+# backends'. As a compile option the older xla_cpu_enable_concurrency_optimized_scheduler is accepted and does nothing.
+_CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 # ---- collectives ----

@@ -105,7 +105,7 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         rng = jax.random.fold_in(state.rng, state.step)
         loss, grads, model_state = gradient(state.params, batch, rng, state.model_state)
         params, opt_state = _update(tx, grads, state)
-        metrics = {"loss": loss.total, "grad_norm": optax.global_norm(grads), "step": state.step + 1}
+        metrics = {"loss": loss.total, "grad_norm": optax.tree.norm(grads), "step": state.step + 1}
         new = TrainState(state.step + 1, params, opt_state, state.rng, model_state)
         return new, _add_metrics(metrics, loss.metrics)
 
@@ -253,7 +253,7 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     )
 
     def micro_batch(model_state, index, rows):
-        (_, loss), grads = gradient(rows, _fold(rng, index, plan), model_state)
+        (_, loss), grads = gradient(index, rows, _fold(rng, index, plan), model_state)
         return loss.model_state, grads, _weighted(loss)
 
     if count == 1:

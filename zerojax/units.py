@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 
 Arrays = list[jax.Array]
 
@@ -27,28 +27,36 @@ def gradient(
       reduce: what happens to the gradients as soon as they exist.
 
     Returns:
-      ``f(*args) -> ((scalar, aux), reduced gradients)``.
+      ``f(turn, *args) -> ((scalar, aux), reduced gradients)``; ``turn`` is the number of the micro-batch.
     """
 
-    def run(*args):
-        whole = params if gather is None else gather(params)
+    def run(turn, *args):
+        # tied to the turn, or the compiler moves the gather out of the loop over micro-batches
+        whole = params if gather is None else gather(_once_known(turn, params))
         total, backward, aux = jax.vjp(lambda p: objective(p, *args), whole, has_aux=True)
         if gather is not None:
-            backward = _gathered_again(backward, whole, params, gather, after=total)
-        (grads,) = backward(jax.numpy.ones_like(total))
+            backward = _gathered_again(backward, whole, gather(_once_known(total, params)))
+        (grads,) = backward(jnp.ones_like(total))
         return (total, aux), reduce(grads)
 
     return run
 
 
-def _gathered_again(backward: Any, whole: Arrays, shards: Arrays, gather: Callable, after: jax.Array) -> Any:
-    """``backward`` with the gathered parameters among its residuals replaced by ones gathered after the forward pass.
+def _gathered_again(backward: Any, whole: Arrays, again: Arrays) -> Any:
+    """``backward`` with other arrays in place of the gathered parameters that it holds.
 
-    While tracing, a residual that is a gathered parameter is that very object. The barrier ties the second gather to
-    the end of the forward pass; without it the compiler merges it with the first and keeps every parameter whole.
+    While tracing, a residual that is a gathered parameter is that very object.
     """
     residuals, treedef = jax.tree.flatten(backward)
     index = {id(w): i for i, w in enumerate(whole)}
-    shards, _ = lax.optimization_barrier((shards, after))
-    again = gather(shards)
     return treedef.unflatten([again[index[id(r)]] if id(r) in index else r for r in residuals])
+
+
+def _once_known(value: jax.Array, arrays: Arrays) -> Arrays:
+    """``arrays``, but not before ``value`` exists: a dependency that no compiler can see through.
+
+    Without it a second gather is merged with the first and everything stays whole in between. An optimization barrier
+    is not enough: the CPU compiler drops it before it looks for equal instructions.
+    """
+    never = jnp.asarray(value, jnp.float32) > jnp.inf  # true of no number, nor of NaN
+    return [jnp.where(never, jnp.zeros_like(a), a) for a in arrays]

@@ -27,12 +27,11 @@ for stage in range(4):
 
 title = (
     f"A GPT of {sum(leaf.size for leaf in plan.params):,} parameters in float32 with AdamW; {devices} devices, "
-    f"{config.rows} rows of {config.sequence} bytes, {k} micro-batches"
+    f"{config.rows} rows of {config.sequence} bytes, micro-batches: {k}"
 )
 columns = ("stage", "state at rest, by the plan", "by the live arrays", "compiled peak", "sent per step")
+print(title + "\n")
 if options.markdown:
-    print(title + ".\n")
-    for row in (columns, ["---"] * len(columns), *rows):
-        print("|", " | ".join(row), "|")
+    print("\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)))
 else:
-    print(tables.render(columns, rows, title))
+    print(tables.render(columns, rows))

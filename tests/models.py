@@ -61,7 +61,9 @@ class LinenBlock(nn.Module):
     def __call__(self, x_BTD):
         h = nn.LayerNorm()(x_BTD)
         mask = nn.make_causal_mask(jnp.ones(x_BTD.shape[:2]))
-        x_BTD = x_BTD + nn.MultiHeadDotProductAttention(num_heads=2, use_bias=False, kernel_init=ATTENTION)(h, mask=mask)
+        x_BTD = x_BTD + nn.MultiHeadDotProductAttention(num_heads=2, use_bias=False, kernel_init=ATTENTION)(
+            h, mask=mask
+        )
         h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x_BTD)))
         return x_BTD + nn.Dense(WIDTH)(h)
 

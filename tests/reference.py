@@ -1,4 +1,4 @@
-"""Inputs from closed formulas, a small model, and the loop that everything is compared with: plain optax, one device."""
+"""Inputs from closed formulas, a small model, and what everything is compared with: plain optax on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,17 @@ def forward(params: dict, x: jax.Array) -> jax.Array:
     return (hidden @ params["w2"] + params["b2"]) * params.get("s", 1.0)
 
 
+def per_row(params: dict, batch: dict) -> jax.Array:
+    return jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
 def loss_fn(params: dict, batch: dict) -> jax.Array:
-    return jnp.mean(jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2, axis=-1))
+    return jnp.mean(per_row(params, batch))
+
+
+def weighted_loss(params: dict, batch: dict) -> zerojax.Loss:
+    """The mean over the rows whose ``batch["weight"]`` is not zero."""
+    return zerojax.Loss(jnp.sum(per_row(params, batch) * batch["weight"]), jnp.sum(batch["weight"]))
 
 
 def norm(tree) -> float:
@@ -50,6 +59,31 @@ def difference(a, b) -> float:
     """The largest absolute difference of two trees."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max(initial=0)) for x, y in pairs)
+
+
+def assert_close(ours, right, tolerance: float = 1e-5):
+    """Every leaf, relative to its largest number: float32 sums in another order differ by some 1e-7 of it."""
+    assert jax.tree.structure(ours) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(right), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape, f"{jax.tree_util.keystr(path)} has shape {a.shape}, not {b.shape}"
+        error = np.abs(a - b).max(initial=0) / max(np.abs(b).max(initial=0), 1e-30)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)} is off by {error:.2e} of its largest number"
+
+
+def assert_same(ours, right):
+    """Bitwise."""
+    assert jax.tree.structure(ours) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
+
+
+def pad_rows(batch: dict, parts: int) -> dict:
+    """The batch with rows of weight zero behind, so that ``parts`` divides it; their numbers are far from harmless."""
+    rows = len(batch["x"])
+    more = -rows % parts
+    padded = {name: np.concatenate([a, np.full((more, *a.shape[1:]), 7, a.dtype)]) for name, a in batch.items()}
+    return {**padded, "weight": np.concatenate([np.ones(rows, np.float32), np.zeros(more, np.float32)])}
 
 
 def train(tx, params, batches, loss=loss_fn):
@@ -74,16 +108,25 @@ def make_mesh(devices: int = 8, explicit: bool = False):
     return jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
 
 
-def prepare(params, tx, loss=loss_fn, mesh=None, **config):
+def make_grid(shape: tuple[int, ...], names: tuple[str, ...], kinds: str = "auto"):
+    """A mesh of several axes; ``kinds`` is ``"auto"``, ``"explicit"`` or ``"mixed"``."""
+    types = {"auto": "A", "explicit": "E", "mixed": "EAE"}[kinds] * len(shape)
+    by_letter = {"A": jax.sharding.AxisType.Auto, "E": jax.sharding.AxisType.Explicit}
+    kinds = tuple(by_letter[letter] for letter in types[: len(shape)])
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[: int(np.prod(shape))])
+
+
+def prepare(params, tx, loss=loss_fn, mesh=None, base_specs=None, **config):
     """``(plan, state, step)`` of the library for parameters that exist."""
-    plan = zerojax.make_plan(lambda key: params, tx, mesh or make_mesh(), zerojax.ZeroConfig(**config))
+    config = zerojax.ZeroConfig(**config)
+    plan = zerojax.make_plan(lambda key: params, tx, mesh or make_mesh(), config, base_specs=base_specs)
     state = zerojax.init_state(lambda key: params, tx, plan, jax.random.key(0))
     return plan, state, zerojax.make_train_step(loss, tx, plan)
 
 
-def train_zero(tx, params, batches, loss=loss_fn, mesh=None, **config):
+def train_zero(tx, params, batches, loss=loss_fn, mesh=None, base_specs=None, **config):
     """The library: ``(state, losses, gradient norms)``."""
-    _, state, step = prepare(params, tx, loss, mesh, **config)
+    _, state, step = prepare(params, tx, loss, mesh, base_specs, **config)
     metrics = []
     for batch in batches:
         state, metric = step(state, batch)

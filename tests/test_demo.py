@@ -225,6 +225,19 @@ def test_ctrl_c_is_heard_during_compilation(start, tmp_path):
     assert read(tmp_path)[1]["steps"] == 0
 
 
+def test_a_closed_pipe_ends_a_run_quietly(start, tmp_path):
+    process = start(tmp_path / "run", devices=8, steps=1_000_000, **TINY)
+    while "step 1/" not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read()
+    process.stdout.close()
+    assert process.wait(60) == 1
+    with process.stderr as err:
+        assert err.read() == ""
+    lines, summary = read(tmp_path / "run")
+    assert summary["interrupted"]
+    assert summary["steps"] == len(lines) > 0
+
+
 # ---- mistakes ----
 
 MISTAKES = {
@@ -232,6 +245,7 @@ MISTAKES = {
     "accumulate": (["--accumulate", "3"], "rows=32 cannot be divided over 8 devices x 3 micro-batches"),
     "stage": (["--stage", "7"], "stage=7 is not one of 0, 1, 2, 3"),
     "devices": (["--devices", "0"], "devices=0 is too few"),
+    "odd devices": (["--devices", "5", "--rows", "40"], "devices=5 cannot share parameters of width 192"),
     "not a number": (["--steps", "many"], "'--steps'"),
     "unknown": (["--colour", "blue"], "--colour"),
 }

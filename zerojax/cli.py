@@ -68,7 +68,8 @@ def _train(
     seed: Annotated[int, typer.Option(help="Of the parameters, the data's order and the sample.")] = 0,
 ):
     """Train a small GPT on Python's own sources, partitioned, and show what it cost and what it learned."""
-    return run(run_dir, stage=stage, devices=devices, steps=steps, rows=rows, accumulate=accumulate, seed=seed)
+    settings = dict(stage=stage, devices=devices, steps=steps, rows=rows, accumulate=accumulate, seed=seed)
+    return lambda: run(run_dir, **settings)  # outside the parser, which has its own ways with Ctrl-C and closed pipes
 
 
 def main(arguments: list[str] | None = None):
@@ -107,13 +108,12 @@ def leave(call: Any):
 
 def _call(arguments: list[str] | None) -> int:
     try:
-        return app(arguments, prog_name="zerojax", standalone_mode=False)
-    except typer.Exit as stop:
-        return stop.exit_code
+        command = app(arguments, prog_name="zerojax", standalone_mode=False)
     except Exception as error:
         if hasattr(error, "format_message"):  # of the argument parser; its class is not the same in all versions
             raise _Mistake(error.format_message()) from None
         raise
+    return command() if callable(command) else command
 
 
 def _fail(message: str, code: int) -> int:
@@ -145,17 +145,18 @@ def run(run_dir: Path | str | None = None, **settings: Any) -> int:
     worker = threading.Thread(target=_work, args=(settings, events.put, stop.is_set), name=_WORKER, daemon=True)
     worker.start()
     view = _Bar(console) if console.is_terminal else _Lines()
-    folder, code = _Folder(run_dir), 0
+    folder, code, done = _Folder(run_dir), 0, False
     try:
         with _interrupts_as_events(events.put), view:
             _follow(worker, events, view, folder)
+        done = True
     except KeyboardInterrupt:
         stop.set()
         code = 130
         print("interrupted; writing what was reached", file=sys.stderr)
         _drain(worker, events, folder)
     finally:
-        folder.finish(interrupted=code == 130)
+        folder.finish(interrupted=not done)
     if folder.result:
         _show_result(folder)
     _show_paths(folder)
@@ -272,7 +273,7 @@ def _show_result(folder: "_Folder"):
         print(
             "State at rest: parameters and optimizer state between steps.\n"
             "Compiled peak: all that a step needs at once (arguments, outputs and temporaries, less what\n"
-            "shares memory), as the compiler lays it out."
+            "shares memory), as the compiler lays it out; on CPUs with the scheduler that saves memory."
         )
     if "held_out_loss" in result:
         print(f"\nLoss on text that was held out: {result['held_out_loss']:.3f} nats per byte")
@@ -403,7 +404,6 @@ def _train_and_measure(settings: dict, tell: Any, stopped: Any):
 
     with _mistakes():
         config = demo.RunConfig(**settings)
-        tell("config", config)
         mesh = _mesh(config.devices)
         init_fn, tx, loss_fn = demo.make_init(config), demo.make_optimizer(config), demo.make_loss(config)
         zero = zerojax.ZeroConfig(stage=config.stage, accumulate=config.accumulate)
@@ -411,6 +411,7 @@ def _train_and_measure(settings: dict, tell: Any, stopped: Any):
         tell("phase", "reading Python's own sources")
         parts = demo.split(demo.corpus(config.corpus_bytes))
         data, held_out = (demo.batches(part, config.rows, config.sequence, config.seed) for part in parts)
+    tell("config", config)
     tell("versions", {"jax": jax.__version__, "jaxlib": jax.lib.__version__})
     tell("platform", _platform(mesh))
 

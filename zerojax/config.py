@@ -6,7 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_SHORT = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "f64": "float64"}
+_SHORT = {
+    "f32": "float32",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f64": "float64",
+}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _KEYS = {"p": "param_dtype", "c": "compute_dtype", "r": "reduce_dtype"}
 
@@ -17,7 +24,7 @@ def _dtype_name(value: Any, where: str) -> str:
         name = _SHORT.get(value.strip(), value.strip())
     else:
         try:
-            name = jnp.dtype(value).name
+            name = jnp.dtype(value).name if value is not None else "None"  # None would mean float64
         except TypeError:
             name = repr(value)
     if name not in _DTYPES:

@@ -75,6 +75,10 @@ class RunConfig:
             )
         if self.width % self.heads:
             raise ValueError(f"width={self.width} cannot be divided over heads={self.heads}")
+        if self.stage and self.width % self.devices:  # all parameters have a dim of this size
+            numbers = [n for n in range(1, self.width + 1) if self.width % n == 0]
+            use = f"use one of {', '.join(map(str, numbers))}, or stage 0"
+            raise ValueError(f"devices={self.devices} cannot share parameters of width {self.width}; {use}")
 
     @property
     def tokens_per_step(self) -> int:

@@ -67,6 +67,4 @@ def create_train_state(
     elif made.model_state is not None:
         raise ValueError(f"the model has state beside its parameters ({sorted(made.model_state)}); give a state_class "
                          "with a field model_state to keep it in")  # fmt: skip
-    return state_class(
-        step=made.step, apply_fn=apply_fn, params=made.params, tx=tx, opt_state=made.opt_state, **fields
-    )
+    return state_class(step=made.step, apply_fn=apply_fn, params=made.params, tx=tx, opt_state=made.opt_state, **fields)

@@ -113,7 +113,9 @@ class Plan:
     @functools.cached_property
     def state_shardings(self) -> TrainState:
         """A `TrainState` of `NamedSharding`; fits ``jax.device_put`` and ``out_shardings``."""
-        return self._state(lambda leaf: self._sharding(leaf.spec(self.partitioned_axes)), self.replicated, self.replicated)
+        return self._state(
+            lambda leaf: self._sharding(leaf.spec(self.partitioned_axes)), self.replicated, self.replicated
+        )
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
@@ -351,7 +353,9 @@ def _with_auto_axes(mesh: Any) -> Mesh | AbstractMesh:
 def _check_axes(mesh: Mesh | AbstractMesh, config: ZeroConfig):
     missing = [axis for axis in config.shard_axes if axis not in mesh.axis_names]
     if missing:
-        raise ValueError(f"shard_axes {missing} are not in the mesh, which has {dict(mesh.shape)}; name axes of the mesh")
+        raise ValueError(
+            f"shard_axes {missing} are not in the mesh, which has {dict(mesh.shape)}; name axes of the mesh"
+        )
 
 
 def _check_dim(path: str, shape: tuple[int, ...], dim: int, base: tuple, devices: int):

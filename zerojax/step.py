@@ -324,9 +324,11 @@ def with_arguments(fn: Callable) -> Callable:
     parameters = inspect.signature(fn).parameters.values()
     if any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return fn
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     named = [p.name for p in parameters if p not in required and p.name in ("rng", "model_state")]
-    if len(required) not in (2, 3, 4) or len(required) == 4 and named:
+    if len(required) not in (2, 3, 4) or (len(required) == 4 and named):
         names = ", ".join(p.name for p in required)
         raise ValueError(f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names})")
 
@@ -355,7 +357,7 @@ def _as_loss(value: Any, name: str) -> Loss:
         if jax.tree.structure(number) != jax.tree.structure(0) or jnp.ndim(number):
             shape = jax.tree.map(jnp.shape, number)
             raise ValueError(f"{name} must return a scalar or a zerojax.Loss; its {part} has shape {shape}. Take the mean "
-                             "over the rows; extra values go into Loss(metrics=...)")  # fmt: skip
+                             "over the rows; for (loss, extras) return zerojax.Loss(total, weight, metrics=...)")  # fmt: skip
     if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
         raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
     total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) for x in (loss.total, loss.weight))
@@ -374,7 +376,7 @@ def _sum_dtype(value: Any) -> Any:
 
 
 def _new_model_state(new: Tree, old: Tree) -> Tree:
-    if new is None or old is None and not jax.tree.leaves(new):
+    if new is None or (old is None and not jax.tree.leaves(new)):
         return old
     shapes = [jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (new, old)]
     if shapes[0] != shapes[1]:
@@ -393,5 +395,5 @@ def _check_context(plan: Plan):
     """An active mesh with other axes than the plan's makes JAX refuse the plan's arrays, in words that do not help."""
     active = jax.sharding.get_abstract_mesh()
     if not active.empty and active.shape_tuple and active.axis_types != plan.mesh.abstract_mesh.axis_types:
-        raise ValueError(f"the active mesh {active} is not the plan's; use `with jax.set_mesh(plan.mesh)`, which has the "
-                         "same devices with Auto axes, or no active mesh")  # fmt: skip
+        raise ValueError(f"the active mesh {active} is not the plan's; use `with jax.set_mesh(plan.mesh)`, which has "
+                         "the same devices with Auto axes, or no active mesh")  # fmt: skip

@@ -368,7 +368,11 @@ def _weighted(loss: Loss) -> Loss:
     """Ready to be added over micro-batches and devices: metrics times the weight, all in the dtype of the sums."""
     dtype = loss.total.dtype
     weight = loss.weight.astype(dtype)
-    return Loss(loss.total, weight, jax.tree.map(lambda m: jnp.asarray(m).astype(dtype) * weight, dict(loss.metrics)))
+
+    def times_weight(metric):  # without weight a mean is often 0/0, which must not reach the others
+        return jnp.where(weight == 0, 0, jnp.asarray(metric).astype(dtype) * weight)
+
+    return Loss(loss.total, weight, jax.tree.map(times_weight, dict(loss.metrics)))
 
 
 def _sum_dtype(value: Any) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -80,6 +81,7 @@ def main(arguments: list[str] | None = None):
     ...     main(["--version"])  # doctest: +ELLIPSIS
     zerojax ...
     """
+    logging.getLogger("absl").setLevel(logging.ERROR)  # grain says on import which jaxlib it would profile workers with
     leave(lambda: _call(arguments))
 
 

@@ -100,6 +100,18 @@ def test_norm_is_the_same_at_every_stage_in_low_precision(precision):
     assert norms[0] == pytest.approx(0.7280805410, rel=1e-2)
 
 
+@pytest.mark.parametrize("precision", ["c=fp16", "c=bf16"])
+def test_a_loss_given_as_sum_does_not_overflow(precision):
+    """pytorch/pytorch#90028: 2,048 rows a device, each with gradients of 64; only their mean fits into float16."""
+
+    def loss(params, batch):
+        rows = (batch.astype(params["w"].dtype) * jnp.sum(params["w"])).astype(jnp.float32)
+        return zerojax.Loss(64 * jnp.sum(rows), len(batch))
+
+    _, state, step = prepare({"w": jnp.zeros(8)}, optax.sgd(1.0), loss, stage=3, precision=precision)
+    assert float(step(state, np.ones(2**14, np.float32))[1]["grad_norm"]) == pytest.approx(64 * np.sqrt(8), rel=1e-6)
+
+
 # ---- dtypes stay ----
 
 OPTIMIZERS = {

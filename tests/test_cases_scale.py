@@ -4,6 +4,7 @@ Tolerance 1e-5 relative: float32 sums in another order. Numbers without another 
 """
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,25 @@ def test_micro_batches_are_the_same_rows_on_every_mesh(stage):
         config = {"stage": stage, "accumulate": 2, "mesh": make_mesh(devices)}
         _, state, step = prepare({"w": jnp.zeros(8)}, optax.sgd(0.1), loss, **config)
         assert float(step(state, batch)[1]["square"]) == pytest.approx(right, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_collectives_per_step(stage):
+    """AI-Hypercomputer/maxtext#5056, pytorch/torchtitan#292: a reduction per micro-batch, hoisted gathers, per leaf."""
+    plan, _, step = prepare(even_params(), optax.adam(1e-3), stage=stage, accumulate=4)
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=plan.batch_sharding), even_batch(32)
+    )
+    text = step.lower(plan.abstract_state, shapes).compile().as_text()
+
+    def count(text):
+        return [len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in ("all-gather", "reduce-scatter")]
+
+    entry = count(text[text.index("\nENTRY") :])
+    inside = [all_of - once for all_of, once in zip(count(text), entry, strict=True)]
+    once_and_per_micro_batch = {1: ([1, 1], [0, 0]), 2: ([1, 0], [0, 1]), 3: ([0, 0], [2, 1])}
+    assert (entry, inside) == once_and_per_micro_batch[stage]
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) <= 2  # loss and weight; the norm
 
 
 # ---- weights ----

@@ -18,8 +18,10 @@ import zerojax
 STEPS = 4
 # Float32 sums in another order differ by some 1e-7; four steps and division by small Adam moments add to that.
 TWIN = 1e-5
-# Stages 1, 2 and 3 do the same sums in almost the same order. Second moments are squares, which doubles relative errors.
-STAGES, STAGES_MOMENTS = 1e-6, 4e-6
+# Stages 1, 2 and 3 do the same sums in almost the same order. Adam divides by the root of its second moment, a square:
+# both enlarge what rounding leaves in small gradients.
+STAGES = {"sgd": 1e-6, "adamw": 4e-6}
+
 
 OPTIMIZERS = {
     # SGD shows a wrong scale, which Adam and clipping hide.
@@ -102,8 +104,7 @@ def check_all_stages(name, devices, accumulate, axis_types, optimizer):
     for result in results:
         assert_close(result, twin, TWIN)
     for stage in (2, 3):
-        for part, (ours, other) in enumerate(zip(results[stage], results[1], strict=True)):
-            assert_close(ours, other, STAGES_MOMENTS if part == 1 else STAGES)
+        assert_close(results[stage], results[1], STAGES[optimizer])
 
 
 @pytest.mark.parametrize(",".join(FACTORS), PAIRS)

@@ -144,7 +144,9 @@ def _own_copy(f: Callable) -> Callable:
 
 def _train_key(key: Any) -> Any:
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-    return jax.random.fold_in(key, _RNG_STREAM)
+    key = jax.random.fold_in(key, _RNG_STREAM)
+    planned = jax.random.key(0).dtype  # the plan knows the default kind of key only
+    return key if key.dtype == planned else jax.random.key(jax.random.bits(key))
 
 
 def _place_params(params: Tree, plan: Plan) -> Tree:

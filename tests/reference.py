@@ -1,5 +1,7 @@
 """Inputs from closed formulas, a small model, and what everything is compared with: plain optax on one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,15 +88,20 @@ def pad_rows(batch: dict, parts: int) -> dict:
     return {**padded, "weight": np.concatenate([np.ones(rows, np.float32), np.zeros(more, np.float32)])}
 
 
-def train(tx, params, batches, loss=loss_fn):
-    """Plain optax: ``(params, opt_state, losses, gradient norms)``."""
-
+@functools.cache
+def _plain_step(tx, loss):
     @jax.jit
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value, grads
 
+    return step
+
+
+def train(tx, params, batches, loss=loss_fn):
+    """Plain optax: ``(params, opt_state, losses, gradient norms)``."""
+    step = _plain_step(tx, loss)
     opt_state, losses, norms = tx.init(params), [], []
     for batch in batches:
         params, opt_state, value, grads = step(params, opt_state, batch)

@@ -20,9 +20,8 @@ TREES = {"even": (even_params, even_batch), "odd": (odd_params, odd_batch)}
 HALF = NORM["even"] / 2
 
 
-def idle():
-    """A clip that never acts and a step of length zero."""
-    return optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.0))
+IDLE = optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.0))  # a clip that never acts, a step of length zero
+CLIPPED = optax.chain(optax.clip_by_global_norm(HALF), optax.sgd(0.5))
 
 
 def flat(tree):
@@ -48,7 +47,7 @@ PRODUCT = [row for row in itertools.product(*FACTORS.values()) if row not in PAI
 def check_norm(stage, devices, accumulate, explicit, tree):
     params, batch = TREES[tree]
     config = {"stage": stage, "accumulate": accumulate, "allow_whole": True, "mesh": make_mesh(devices, explicit)}
-    _, state, step = reference.prepare(params(), idle(), **config)
+    _, state, step = reference.prepare(params(), IDLE, **config)
     state, metrics = step(state, tiled(batch(16), 2 if devices * accumulate > 16 else 1))
     seen = {float(shard.data) for shard in metrics["grad_norm"].addressable_shards}
     assert len(metrics["grad_norm"].addressable_shards) == devices
@@ -76,7 +75,7 @@ def test_norm_is_that_of_the_whole_mean_gradient_in_full(stage, devices, accumul
 def test_leaves_that_stay_whole_count_once(tree, stage, below):
     """pytorch/pytorch#88955, mindspore-ai/hyper-parallel#526: small leaves counted once per device, 1.026 for 0.728."""
     params, batch = TREES[tree]
-    plan, state, step = reference.prepare(params(), idle(), stage=stage, keep_whole_below=below, allow_whole=True)
+    plan, state, step = reference.prepare(params(), IDLE, stage=stage, keep_whole_below=below, allow_whole=True)
     whole = {leaf.path for leaf in plan.params if leaf.dim is None}
     assert whole >= {name for name, leaf in params().items() if leaf.size < below}
     assert float(step(state, batch(16))[1]["grad_norm"]) == pytest.approx(NORM[tree], rel=1e-5)
@@ -92,19 +91,17 @@ def test_leaves_that_stay_whole_count_once(tree, stage, below):
 def test_norm_counts_every_part_once_on_two_axes(stage, shape, axes, specs, kinds):
     """pytorch/pytorch#88955: a second axis neither multiplies nor hides parts."""
     mesh = make_grid(shape, ("data", "other"), kinds)
-    tx = optax.chain(optax.clip_by_global_norm(HALF), optax.sgd(0.5))
     config = {"stage": stage, "shard_axes": axes, "mesh": mesh, "base_specs": specs, "allow_whole": True}
-    state, losses, norms = train_zero(tx, even_params(), [even_batch(16)], **config)
+    state, losses, norms = train_zero(CLIPPED, even_params(), [even_batch(16)], **config)
     assert norms[0] == pytest.approx(NORM["even"], rel=1e-5)
     assert losses[0] == pytest.approx(0.5587825776, rel=1e-5)
-    assert_close(jax.device_get(state.params), reference.train(tx, even_params(), [even_batch(16)])[0])
+    assert_close(jax.device_get(state.params), reference.train(CLIPPED, even_params(), [even_batch(16)])[0])
 
 
 @pytest.mark.parametrize(("stage", "below"), [(1, 0), (2, 64), (3, 0)])
 def test_clipping_is_by_the_norm_of_all_shards(stage, below):
     """pytorch/pytorch#170862, karpathy/llm.c#524: every shard had a coefficient of its own (0.364 for 0.182)."""
-    tx = optax.chain(optax.clip_by_global_norm(HALF), optax.sgd(0.5))
-    state, _, _ = train_zero(tx, even_params(), [even_batch(16)], stage=stage, keep_whole_below=below)
+    state, _, _ = train_zero(CLIPPED, even_params(), [even_batch(16)], stage=stage, keep_whole_below=below)
     update = flat(jax.device_get(state.params)) - flat(even_params())
     # 2e-5: the update is the difference of parameters some twenty times as large, in float32
     assert np.linalg.norm(update) == pytest.approx(0.1820201211, rel=2e-5)
@@ -152,7 +149,7 @@ def test_accumulation_by_the_optimizer_clips_once_too():
 def test_norm_of_a_weighted_loss_is_of_the_weighted_mean():
     """deepspeedai/DeepSpeed#7749: unequal weights on the devices; the norm is after the division, not before."""
     batch = reference.pad_rows(jax.device_get(odd_batch(19)), 8)
-    _, losses, norms = train_zero(idle(), odd_params(), [batch], reference.weighted_loss, stage=3, allow_whole=True)
+    _, losses, norms = train_zero(IDLE, odd_params(), [batch], reference.weighted_loss, stage=3, allow_whole=True)
     assert losses[0] == pytest.approx(0.5231629610, rel=1e-5)
     assert norms[0] == pytest.approx(0.4302819311, rel=1e-5)
 
@@ -162,7 +159,7 @@ def test_norm_shows_one_bad_number_on_one_device():
     batch = jax.device_get(even_batch(16))
     batch["x"] = batch["x"].copy()
     batch["x"][5, 3] = np.nan
-    _, state, step = reference.prepare(even_params(), idle(), stage=3)
+    _, state, step = reference.prepare(even_params(), IDLE, stage=3)
     metrics = step(state, batch)[1]
     assert all(np.isnan(shard.data) for shard in metrics["grad_norm"].addressable_shards)
 

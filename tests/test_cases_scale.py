@@ -33,9 +33,8 @@ import zerojax
 LOSSES = [0.5705336332, 0.5940284729, 0.5618704557]  # odd, AdamW
 
 
-def optimizer(name):
-    # SGD shows a wrong scale, which Adam hides
-    return {"adamw": optax.adamw(1e-2, weight_decay=0.01), "sgd": optax.sgd(0.1)}[name]
+# SGD shows a wrong scale, which Adam hides
+OPTIMIZERS = {"adamw": optax.adamw(1e-2, weight_decay=0.01), "sgd": optax.sgd(0.1)}
 
 
 # ---- accumulation ----
@@ -49,7 +48,7 @@ PRODUCT = [row for row in itertools.product(*FACTORS.values()) if row not in PAI
 
 
 def check_accumulation(stage, accumulate, devices, name):
-    batches, tx = [odd_batch(16, seed) for seed in range(3)], optimizer(name)
+    batches, tx = [odd_batch(16, seed) for seed in range(3)], OPTIMIZERS[name]
     config = {"stage": stage, "accumulate": accumulate, "mesh": make_mesh(devices), "allow_whole": True}
     state, losses, norms = train_zero(tx, odd_params(), batches, **config)
     params, opt_state, right_losses, right_norms = reference.train(tx, odd_params(), batches)
@@ -229,8 +228,7 @@ def check_slope(stage, mesh, shape, form="plain", base=None, accumulate=1, axes=
     assert grads["w"].sharding.is_equivalent_to(plan.state_shardings.params["w"], len(shape))
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("shape", [(), (8, 3)])
+@pytest.mark.parametrize(("stage", "shape"), [(0, (8, 3)), (1, ()), (1, (8, 3)), (2, (8, 3)), (3, ()), (3, (8, 3))])
 def test_gradients_are_of_the_mean_at_every_stage(stage, shape):
     """jax-ml/jax#3970, jax-ml/jax#21855: n times too large, or local; 4488 and 53856 for 561."""
     check_slope(stage, make_mesh(8), shape, accumulate=1 + stage % 2)

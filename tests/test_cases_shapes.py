@@ -18,6 +18,7 @@ from zerojax import collectives
 # ---- odd leaves, odd worlds ----
 
 LOSSES = [0.5705336332, 0.5940803289, 0.5619395971, 0.5464571714]
+ADAMW, SGD = optax.adamw(1e-2), optax.sgd(0.1)
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,7 @@ def test_no_element_is_lost_in_any_world(world, stage):
     """deepspeedai/DeepSpeed#1380, deepspeedai/DeepSpeed#5105: 67 numbers, of which a floor split loses up to four."""
     batches = [pad_rows(jax.device_get(odd_batch(16, seed)), world) for seed in range(4)]
     config = {"stage": stage, "mesh": make_mesh(world), "allow_whole": True}
-    tx = optax.adamw(1e-2)
-    plan, state, step = prepare(odd_params(), tx, reference.weighted_loss, **config)
+    plan, state, step = prepare(odd_params(), ADAMW, reference.weighted_loss, **config)
     assert_same(jax.device_get(zerojax.gather_params(state.params, plan)), jax.device_get(odd_params()))
     partitioned = {leaf.path for leaf in plan.params if leaf.dim is not None}
     assert partitioned == {3: {"b2", "w2"}, 5: {"w1"}, 7: {"b1", "w1", "w2"}}.get(world, set())
@@ -37,7 +37,7 @@ def test_no_element_is_lost_in_any_world(world, stage):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert_close(losses, LOSSES)
-    right = reference.train(tx, odd_params(), [odd_batch(16, seed) for seed in range(4)])[0]
+    right = reference.train(ADAMW, odd_params(), [odd_batch(16, seed) for seed in range(4)])[0]
     assert_close(jax.device_get(zerojax.gather_params(state.params, plan)), right)
 
 
@@ -59,7 +59,7 @@ def degenerate_loss(params, batch):
 @pytest.mark.parametrize(("stage", "devices", "accumulate"), [(0, 8, 1), (1, 1, 2), (2, 8, 1), (3, 3, 2), (3, 8, 2)])
 def test_degenerate_leaves_train(stage, devices, accumulate):
     """pytorch/pytorch#132934, pytorch/pytorch#144045: scalars refused, tiny leaves with zero gradients at world 1."""
-    batches, tx = [odd_batch(48, seed) for seed in range(3)], optax.adamw(1e-2)
+    batches, tx = [odd_batch(48, seed) for seed in range(3)], ADAMW
     config = {"stage": stage, "accumulate": accumulate, "mesh": make_mesh(devices), "allow_whole": True}
     state, losses, norms = reference.train_zero(tx, degenerate_params(), batches, degenerate_loss, **config)
     params, _, right_losses, right_norms = reference.train(tx, degenerate_params(), batches, degenerate_loss)
@@ -110,7 +110,7 @@ def test_a_leaf_that_cannot_be_divided_is_named():
 
 def test_a_leaf_that_cannot_be_divided_may_stay_whole():
     """jax-ml/jax#27808: the library says which, and computes the right mean."""
-    plan, state, _ = prepare({"w": jnp.arange(67.0), "v": jnp.zeros((67, 8))}, optax.sgd(0.1), allow_whole=True)
+    plan, state, _ = prepare({"w": jnp.arange(67.0), "v": jnp.zeros((67, 8))}, SGD, allow_whole=True)
     assert [(leaf.path, leaf.dim) for leaf in plan.params] == [("v", 1), ("w", None)]
     assert "w" in str(plan)
     assert "no free dim that 8 divides" in str(plan)
@@ -131,7 +131,7 @@ def test_a_wish_that_cannot_be_met_is_named(specs, config, message):
     """LargeWorldModel/LWM#39: leaf, dim, size and axis."""
     mesh = make_grid((4, 2), ("data", "t"), "mixed")
     with pytest.raises(ValueError, match=message):
-        prepare({"w": jnp.zeros((8, 67))}, optax.sgd(0.1), mesh=mesh, base_specs=specs, **config)
+        prepare({"w": jnp.zeros((8, 67))}, SGD, mesh=mesh, base_specs=specs, **config)
 
 
 # ---- rows ----
@@ -139,7 +139,7 @@ def test_a_wish_that_cannot_be_met_is_named(specs, config, message):
 
 def test_rows_that_do_not_divide_are_refused_by_name():
     """Physical-Intelligence/openpi#607, jax-ml/jax#12185: a crash deep inside, or a silent drop (0.571 for 0.523)."""
-    plan, state, step = prepare(odd_params(), optax.sgd(0.1), stage=2, accumulate=2, allow_whole=True)
+    plan, state, step = prepare(odd_params(), SGD, stage=2, accumulate=2, allow_whole=True)
     evaluate = zerojax.make_eval_step(reference.loss_fn, plan)
     gradient = jax.jit(zerojax.value_and_grad(reference.loss_fn, plan))
     host = jax.device_get(odd_batch(19))
@@ -166,21 +166,19 @@ def test_padded_rows_of_weight_zero_do_not_count(stage, devices, accumulate):
     """jax-ml/jax#27808: 19 rows; over 24 the mean would be 0.416, without the last ones 0.571."""
     batch = pad_rows(jax.device_get(odd_batch(19)), devices * accumulate)
     config = {"stage": stage, "accumulate": accumulate, "mesh": make_mesh(devices), "allow_whole": True}
-    state, losses, norms = reference.train_zero(
-        optax.sgd(0.1), odd_params(), [batch], reference.weighted_loss, **config
-    )
+    state, losses, norms = reference.train_zero(SGD, odd_params(), [batch], reference.weighted_loss, **config)
     assert_close((losses, norms), ([0.5231629610], [0.4302819311]))
-    assert_close(jax.device_get(state.params), reference.train(optax.sgd(0.1), odd_params(), [odd_batch(19)])[0])
+    assert_close(jax.device_get(state.params), reference.train(SGD, odd_params(), [odd_batch(19)])[0])
 
 
 def test_another_number_of_rows_is_another_compilation():
     """Physical-Intelligence/openpi#607: a last batch that is smaller but divides; float64 is taken too."""
-    _, state, step = prepare(odd_params(), optax.sgd(0.1), stage=3, mesh=make_mesh(4), allow_whole=True)
+    _, state, step = prepare(odd_params(), SGD, stage=3, mesh=make_mesh(4), allow_whole=True)
     params = odd_params()
     for rows in (16, 4):
         batch = {name: np.asarray(a, np.float64) for name, a in odd_batch(rows).items()}
         state, metrics = step(state, batch)
-        params, _, losses, _ = reference.train(optax.sgd(0.1), params, [odd_batch(rows)])
+        params, _, losses, _ = reference.train(SGD, params, [odd_batch(rows)])
         assert float(metrics["loss"]) == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -221,7 +219,7 @@ def test_what_travels_together_does_not_matter(stage, reverse, base, monkeypatch
     right = flat(jax.jit(jax.value_and_grad(loss))(params, batch))
     mesh = make_grid((4, 2), ("data", "other"), "mixed") if base else make_mesh(8)
     config = zerojax.ZeroConfig(stage=stage, accumulate=2, allow_whole=True)
-    plan = zerojax.make_plan(lambda key: params, optax.sgd(0.1), mesh, config, base_specs=specs)
+    plan = zerojax.make_plan(lambda key: params, SGD, mesh, config, base_specs=specs)
     placed, results = jax.device_put(params, plan.state_shardings.params), []
     for limit in (1, 7, 64, 10**9):
         monkeypatch.setattr(collectives, "TOGETHER_BELOW", limit)
@@ -233,7 +231,7 @@ def test_what_travels_together_does_not_matter(stage, reverse, base, monkeypatch
 @pytest.mark.parametrize("stage", [1, 3])
 def test_many_small_leaves_train(stage):
     """deepspeedai/DeepSpeed#6351: two steps, to the optimizer's end."""
-    batches, tx = [small_batch(seed) for seed in range(2)], optax.adamw(1e-2)
+    batches, tx = [small_batch(seed) for seed in range(2)], ADAMW
     config = {"stage": stage, "allow_whole": True}
     state, losses, norms = reference.train_zero(tx, small_params(), batches, small_loss, **config)
     params, _, right_losses, right_norms = reference.train(tx, small_params(), batches, small_loss)

@@ -10,7 +10,7 @@ import optax
 
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.plan import Plan, as_variables, mesh_context
-from zerojax.precision import cast, floating
+from zerojax.precision import cast, floating, is_floating
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
 
@@ -43,6 +43,7 @@ def init_state(
         raise ValueError("the plan's mesh has no devices, so no state can be made on it; make the plan on a real mesh")
     check_transform(tx, plan)
     shardings = plan.state_shardings
+    key = jax.device_put(key, plan.replicated)  # a key made under another active mesh carries that mesh
 
     def init_variables(key):
         variables = as_variables(init_fn(key))
@@ -150,11 +151,17 @@ def _train_key(key: Any) -> Any:
 
 
 def _place_params(params: Tree, plan: Plan) -> Tree:
-    """Existing parameters, moved leaf by leaf; a copy, so that the caller's arrays outlive the donated state."""
+    """Existing parameters moved, then cast; a copy, so that the caller's arrays outlive the donated state."""
+    dtype = plan.config.precision.param_dtype
     params = jax.tree.map(lambda p: p if isinstance(p, jax.Array) else np.asarray(p), params)
-    params = cast(params, plan.config.precision.param_dtype)
-    _check_shapes(params, plan.abstract_state.params, "params")
-    return jax.tree.map(lambda p, s: jax.device_put(p, s, may_alias=False), params, plan.state_shardings.params)
+
+    def after_cast(leaf):
+        own = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_floating(leaf) else own)
+
+    _check_shapes(jax.tree.map(after_cast, params), plan.abstract_state.params, "params")
+    shardings = plan.state_shardings.params
+    return jax.jit(_own_copy(lambda p: cast(p, dtype)), out_shardings=shardings)(jax.device_put(params, shardings))
 
 
 def _check_shapes(tree: Tree, expected: Tree, what: str):

@@ -243,13 +243,16 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
         grads = collectives.reduce_scatter(cast(grads, precision.reduce_dtype), plan.wire, plan.axes)
         return cast(grads, dtype)
 
+    def weigh(grads, loss):  # the gradient of a mean becomes that of a sum, in float32 where sums do not overflow
+        return [g.astype(dtype) * _divisor(loss.weight).astype(dtype) for g in grads]
+
     every = schedule.reduce == "micro-batch"
     held = gather(shards) if schedule.gather == "step" else shards
     gradient = units.gradient(
         lambda whole, *args: objective(merge(whole, params), *args),
         held,
         gather if schedule.gather == "use" else None,
-        reduce if every else lambda grads: grads,
+        (lambda grads, loss: reduce(weigh(grads, loss))) if every else weigh,
     )
 
     def micro_batch(model_state, index, rows):
@@ -302,7 +305,12 @@ def _global_mean(sums: Loss, plan: Plan) -> Loss:
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
     """``total / weight``, and zero where there is no weight: a batch of padding only must not destroy a run."""
-    return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+    return jnp.where(weight == 0, 0, total / _divisor(weight))
+
+
+def _divisor(weight: jax.Array) -> jax.Array:
+    """``weight``, or one where there is none."""
+    return jnp.where(weight == 0, 1, weight)
 
 
 # ---- the lower half: on global arrays ----
@@ -340,12 +348,16 @@ def with_arguments(fn: Callable) -> Callable:
 
 
 def _objective(call: Callable) -> Callable:
-    """The loss as ``(params, batch, rng, model_state) -> (total to differentiate, Loss)``."""
+    """The loss as ``(params, batch, rng, model_state) -> (local mean to differentiate, Loss)``.
+
+    The mean, not the sum: the gradient of a sum over many rows overflows float16.
+    """
 
     def objective(params, batch, rng, model_state):
         loss = _as_loss(call(params, batch, rng, model_state), "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
-        return loss.total, Loss(loss.total, lax.stop_gradient(loss.weight), loss.metrics, new)
+        weight = lax.stop_gradient(loss.weight)
+        return loss.total / _divisor(weight), Loss(loss.total, weight, loss.metrics, new)
 
     return objective
 
@@ -398,6 +410,8 @@ def _add_metrics(own: dict, others: Mapping) -> dict:
 def _check_context(plan: Plan):
     """An active mesh with other axes than the plan's makes JAX refuse the plan's arrays, in words that do not help."""
     active = jax.sharding.get_abstract_mesh()
-    if not active.empty and active.shape_tuple and active.axis_types != plan.mesh.abstract_mesh.axis_types:
+    own = plan.mesh.abstract_mesh
+    same = (active.shape_tuple, active.axis_types) == (own.shape_tuple, own.axis_types)
+    if not active.empty and not same:
         raise ValueError(f"the active mesh {active} is not the plan's; use `with jax.set_mesh(plan.mesh)`, which has "
                          "the same devices with Auto axes, or no active mesh")  # fmt: skip

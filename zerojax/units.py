@@ -16,7 +16,7 @@ def gradient(
     objective: Callable[..., tuple[jax.Array, Any]],
     params: Arrays,
     gather: Callable[[Arrays], Arrays] | None,
-    reduce: Callable[[Arrays], Arrays],
+    reduce: Callable[[Arrays, Any], Arrays],
 ) -> Callable[..., tuple[tuple[jax.Array, Any], Arrays]]:
     """Value and gradient of an objective of which the parameters are given whole or as shards.
 
@@ -24,7 +24,7 @@ def gradient(
       objective: ``(whole parameters, *args) -> (scalar, aux)``.
       params: whole parameters if ``gather`` is ``None``, else shards.
       gather: makes whole parameters of shards.
-      reduce: what happens to the gradients as soon as they exist.
+      reduce: ``(gradients, aux) -> ...``: what happens to the gradients as soon as they exist.
 
     Returns:
       ``f(turn, *args) -> ((scalar, aux), reduced gradients)``; ``turn`` is the number of the micro-batch.
@@ -37,7 +37,7 @@ def gradient(
         if gather is not None:
             backward = _gathered_again(backward, whole, gather(_once_known(total, params)))
         (grads,) = backward(jnp.ones_like(total))
-        return (total, aux), reduce(grads)
+        return (total, aux), reduce(grads, aux)
 
     return run
 

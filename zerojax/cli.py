@@ -81,12 +81,12 @@ def main(arguments: list[str] | None = None):
     ...     main(["--version"])  # doctest: +ELLIPSIS
     zerojax ...
     """
-    logging.getLogger("absl").setLevel(logging.ERROR)  # grain says on import which jaxlib it would profile workers with
     leave(lambda: _call(arguments))
 
 
 def leave(call: Any):
     """End the process with the exit code that ``call()`` returns; mistakes and Ctrl-C are told in one line."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # grain says on import which jaxlib it would profile workers with
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character must not end a run
             stream.reconfigure(errors="backslashreplace")

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +66,7 @@ def difference(a, b) -> float:
 
 def assert_close(ours, right, tolerance: float = 1e-5):
     """Every leaf, relative to its largest number: float32 sums in another order differ by some 1e-7 of it."""
-    assert jax.tree.structure(ours) == jax.tree.structure(right)
+    chex.assert_trees_all_equal_structs(ours, right)
     for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(right), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert a.shape == b.shape, f"{jax.tree_util.keystr(path)} has shape {a.shape}, not {b.shape}"

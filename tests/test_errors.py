@@ -156,8 +156,7 @@ def test_the_state_of_another_plan():
     with pytest.raises(ValueError, match="another tree"):
         step(other, even_batch())
     with pytest.raises(ValueError, match="not placed"):
-        step(dataclasses.replace(
-            state, params=jax.tree.map(np.asarray, state.params)), even_batch())  # fmt: skip
+        step(dataclasses.replace(state, params=jax.tree.map(np.asarray, state.params)), even_batch())
     with pytest.raises(ValueError, match=r"zerojax\.TrainState"):
         step({"params": 0}, even_batch())
     with pytest.raises(ValueError, match="another tree|do not fit"):

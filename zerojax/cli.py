@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 _EVERY = 10  # steps between two lines where there is no terminal
 _PROMPT = b"def "
 _SAMPLED = 300  # bytes
-_EXTRAS = ("flax", "grain", "matplotlib")  # what the demo needs and the library does not
+_EXTRAS = ("grain", "matplotlib")  # what the demo needs and the library does not
 _HELD_OUT_BATCHES = 8
 _WORKER = "zerojax-worker"
 _PATIENCE = 2.0  # seconds that Ctrl-C leaves a running step to finish

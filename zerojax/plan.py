@@ -226,9 +226,15 @@ def mesh_context(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
 
-def as_variables(value: Any) -> Variables:
-    """What ``init_fn`` returned, as `Variables`."""
-    return value if isinstance(value, Variables) else Variables(value, None)
+def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
+    """``init_fn`` as the state is born by it: always `Variables`, parameters in ``param_dtype``."""
+
+    def init(key):
+        made = init_fn(key)
+        variables = made if isinstance(made, Variables) else Variables(made, None)
+        return Variables(cast(variables.params, config.precision.param_dtype), variables.model_state)
+
+    return init
 
 
 # ---- the rule ----
@@ -309,14 +315,9 @@ def _whole_leaf(path: str, leaf: Any, why: str, base: tuple | None = None, unwan
 
 def _trace(init_fn: Callable, config: ZeroConfig) -> tuple[Variables, list[bool]]:
     """Shapes of what ``init_fn`` makes, and for each parameter whether its dim 0 counts layers stacked by a scan."""
-
-    def cast_init(key):
-        variables = as_variables(init_fn(key))
-        return Variables(cast(variables.params, config.precision.param_dtype), variables.model_state)
-
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        jaxpr, variables = jax.make_jaxpr(cast_init, return_shape=True)(key)
+        jaxpr, variables = jax.make_jaxpr(born(init_fn, config), return_shape=True)(key)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {error}") from error
     count = len(jax.tree.leaves(variables.params))

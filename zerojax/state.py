@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from zerojax.contracts import TrainState, Tree, Variables
-from zerojax.plan import Plan, as_variables, mesh_context
+from zerojax.plan import Plan, born, mesh_context
 from zerojax.precision import cast, floating, is_floating
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
@@ -26,7 +26,7 @@ def init_state(
     Args:
       init_fn, tx: those that the plan was made for.
       plan: where everything goes.
-      key: for ``init_fn``, as it is; the key for training is derived from it.
+      key: for ``init_fn``, as it is; the key for training, of JAX's default kind, is derived from it.
       params: parameters that exist already (pretrained ones, on the host or on devices) in place of ``init_fn``'s; they
         are cast to ``param_dtype``.
 
@@ -45,16 +45,14 @@ def init_state(
     shardings = plan.state_shardings
     key = jax.device_put(key, plan.replicated)  # a key made under another active mesh carries that mesh
 
-    def init_variables(key):
-        variables = as_variables(init_fn(key))
-        return Variables(cast(variables.params, plan.config.precision.param_dtype), variables.model_state)
-
+    init = born(init_fn, plan.config)
     with mesh_context(plan.mesh):
-        _check_shapes(jax.eval_shape(init_variables, key).params, plan.abstract_state.params, "init_fn's parameters")
-        out = Variables(shardings.params, shardings.model_state)
-        variables = jax.jit(init_variables, out_shardings=out)(key)
-        if params is not None:
-            variables = Variables(_place_params(params, plan), variables.model_state)
+        _check_shapes(jax.eval_shape(init, key).params, plan.abstract_state.params, "init_fn's parameters")
+        if params is None:
+            variables = jax.jit(init, out_shardings=Variables(shardings.params, shardings.model_state))(key)
+        else:  # init_fn makes the model state only
+            model_state = jax.jit(lambda key: init(key).model_state, out_shardings=shardings.model_state)(key)
+            variables = Variables(_place_params(params, plan), model_state)
         opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(floating(variables.params))
         step, rng = jax.jit(lambda key: (jnp.int32(0), _train_key(key)), out_shardings=plan.replicated)(key)
     return TrainState(step, variables.params, opt_state, rng, variables.model_state)

@@ -155,10 +155,25 @@ def replicated(size: Size, mesh: Mesh) -> Way:
     return by_hand("replicated", size, mesh, lambda shape: PartitionSpec(), loss_fn)
 
 
-def fsdp(size: Size, mesh: Mesh, remat: bool) -> Way:
-    """Every array partitioned on its largest dim, the activations kept apart by rows; optionally blocks recomputed."""
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    block = jax.checkpoint(block_fn) if remat else block_fn
+def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
+    """Every array partitioned on its largest dim, the activations kept apart by rows.
+
+    What backward makes again: nothing, so that the whole parameters are kept for it; ``"gathers"``, as our stage 3 does;
+    or ``"blocks"``, the usual remat of a layer.
+    """
+    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+
+    def gathering_block(p, x):
+        return block_fn(jax.lax.with_sharding_constraint(p, whole), x)
+
+    def all_but_gathers(primitive, *_, **__):
+        return primitive.name != "sharding_constraint"
+
+    block = {
+        "": block_fn,
+        "gathers": jax.checkpoint(gathering_block, policy=all_but_gathers),
+        "blocks": jax.checkpoint(block_fn),
+    }[recomputed]
 
     def placed(shape):
         dims = [dim for dim in range(len(shape)) if shape[dim] % mesh.size == 0]
@@ -167,7 +182,7 @@ def fsdp(size: Size, mesh: Mesh, remat: bool) -> Way:
     def loss(params, tokens):
         return loss_fn(params, tokens, block, lambda x: jax.lax.with_sharding_constraint(x, rows))
 
-    return by_hand("FSDP" + (" remat" if remat else ""), size, mesh, placed, loss)
+    return by_hand(" ".join(filter(None, ("FSDP", recomputed))), size, mesh, placed, loss)
 
 
 def stage(size: Size, mesh: Mesh, number: int) -> Way:
@@ -181,11 +196,11 @@ def stage(size: Size, mesh: Mesh, number: int) -> Way:
         state, metrics = step(state, batch)
         return state, metrics["loss"]
 
-    return Way(f"stage {number}", ("FSDP", "FSDP remat") if number == 3 else ("replicated",), state, run)
+    return Way(f"stage {number}", ("FSDP gathers",) if number == 3 else ("replicated",), state, run)
 
 
 def make_ways(size: Size, mesh: Mesh) -> list[Way]:
-    hand = [replicated(size, mesh), fsdp(size, mesh, remat=False), fsdp(size, mesh, remat=True)]
+    hand = [replicated(size, mesh), *(fsdp(size, mesh, recomputed) for recomputed in ("", "gathers", "blocks"))]
     return hand + [stage(size, mesh, number) for number in range(4)]
 
 

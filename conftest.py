@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={DEVICES}",
         "--xla_cpu_multi_thread_eigen=false",  # the devices are threads already, and so are the test workers
+        "--xla_backend_optimization_level=0",  # of the machine code: tests compile long and run shortly
+        "--xla_llvm_disable_expensive_passes=true",
     ]
 ).strip()
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

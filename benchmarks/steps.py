@@ -158,8 +158,8 @@ def replicated(size: Size, mesh: Mesh) -> Way:
 def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
     """Every array partitioned on its largest dim, the activations kept apart by rows.
 
-    What backward makes again: nothing, so that the whole parameters are kept for it; ``"gathers"``, as our stage 3 does;
-    or ``"blocks"``, the usual remat of a layer.
+    What backward makes again: nothing, so that the whole parameters are kept for it; ``"gathers"``, as our stage 3
+    does; or ``"blocks"``, the usual remat of a layer.
     """
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 

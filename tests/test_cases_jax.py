@@ -151,7 +151,7 @@ def test_embeddings_train_on_meshes_of_every_kind(kinds, stage, specs):
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_user_may_have_his_mesh_active(kind):
-    """patrick-kidger/equinox#1175, vllm-project/tpu-inference#1917: key, plan, state and steps all under ``set_mesh``."""
+    """patrick-kidger/equinox#1175, vllm-project/tpu-inference#1917: key, plan, state, steps all under ``set_mesh``."""
     mesh = make_grid((8,), ("data",), kind)
     with jax.set_mesh(mesh):
         losses, params = train_embedding(mesh)
@@ -175,7 +175,7 @@ def test_an_active_mesh_that_a_users_own_jit_cannot_have_is_named(shape, names, 
     batch = jax.device_get(even_batch(16))
     with (
         jax.set_mesh(make_grid(shape, names, kinds)),
-        pytest.raises(ValueError, match="active mesh .* is not the plan's"),
+        pytest.raises(ValueError, match=r"active mesh .* is not the plan's"),
     ):
         gradient(state.params, batch)
 
@@ -211,7 +211,7 @@ def test_the_state_is_donated_and_says_so(stage, precision):
     assert not [str(w.message) for w in caught if "donated" in str(w.message)]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.params, old.opt_state)))
     for use in (step, zerojax.make_eval_step(reference.loss_fn, plan)):
-        with pytest.raises(ValueError, match="train state .*earlier step"):
+        with pytest.raises(ValueError, match=r"train state .*earlier step"):
             use(old, even_batch(16))
     with pytest.raises(ValueError, match="donated"):
         zerojax.gather_params(old.params, plan)

@@ -110,7 +110,7 @@ def test_volume_is_the_formula(stage, k):
 
 
 def test_evaluation_gathers_once():
-    plan, state, _ = prepare(even_params(), optax.sgd(0.1))
+    plan, _, _ = prepare(even_params(), optax.sgd(0.1))
     big, _ = found(zerojax.make_eval_step(loss_fn, plan), plan)
     assert big == {("all-gather", D): 1}
 

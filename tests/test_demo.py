@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zerojax
+
 cli, demo = (pytest.importorskip(f"zerojax.{name}", exc_type=ImportError) for name in ("cli", "demo"))
 
 TINY = {"width": 32, "layers": 1, "heads": 2, "sequence": 16, "rows": 16, "corpus_bytes": 100_000}
@@ -182,6 +184,7 @@ def test_a_run_shows_its_numbers_and_leaves_its_files(start, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == FILES
     assert all(str(tmp_path / "run" / name) in out for name in FILES)
     assert "compiling" in out
+    assert "8 simulated CPU devices" in out
     assert "step 2/2" in out
     assert "stage 3" in out
     assert "stage 0" in out
@@ -242,7 +245,7 @@ def test_a_closed_pipe_ends_a_run_quietly(start, tmp_path):
 
 MISTAKES = {
     "rows": (["--rows", "30"], "rows=30 cannot be divided over 8 devices x 1 micro-batches; use a multiple of 8"),
-    "accumulate": (["--accumulate", "3"], "rows=32 cannot be divided over 8 devices x 3 micro-batches"),
+    "accumulate": (["--accumulate", "3"], "rows=16 cannot be divided over 8 devices x 3 micro-batches"),
     "stage": (["--stage", "7"], "stage=7 is not one of 0, 1, 2, 3"),
     "devices": (["--devices", "0"], "devices=0 is too few"),
     "odd devices": (["--devices", "5", "--rows", "40"], "devices=5 cannot share parameters of width 192"),
@@ -284,14 +287,16 @@ def test_folders_that_cannot_be_written_are_told(command, tmp_path):
 
 @pytest.mark.parametrize("name", ["grain", "matplotlib"])
 def test_missing_extras_are_told(name, capsys, monkeypatch):
-    for module in [m for m in sys.modules if m.partition(".")[0] == name or m == "zerojax.demo"]:
+    own = ("zerojax.demo", "zerojax.trial")
+    for module in [m for m in sys.modules if m.partition(".")[0] == name or m in own]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there
-    monkeypatch.delattr("zerojax.demo")
+    for module in own:
+        monkeypatch.delattr(module, raising=False)
     assert f"needs {name}" in said(capsys)
 
 
 def test_version(command):
     process = command("--version")
-    assert process.communicate(timeout=240)[0].startswith("zerojax ")
+    assert process.communicate(timeout=240)[0] == f"zerojax {zerojax.__version__}\n"
     assert process.returncode == 0

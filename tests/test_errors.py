@@ -159,7 +159,7 @@ def test_the_state_of_another_plan():
         step(dataclasses.replace(state, params=jax.tree.map(np.asarray, state.params)), even_batch())
     with pytest.raises(ValueError, match=r"zerojax\.TrainState"):
         step({"params": 0}, even_batch())
-    with pytest.raises(ValueError, match="another tree|do not fit"):
+    with pytest.raises(ValueError, match=r"another tree|do not fit"):
         zerojax.gather_params(other.params, step.plan)
 
 

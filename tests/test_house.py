@@ -1,6 +1,9 @@
 """The house's own rules: import order, public names, documents that tell the truth, a clear line for a wrong Python."""
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import os
 import re
 import shutil
@@ -19,8 +22,9 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 ORDER = [  # a module imports only modules that stand before it
-    *("tables", "contracts", "config", "accounting", "precision", "plan", "collectives", "units", "state", "step"),
-    *("linen", "nnx", "demo", "cli"),
+    *("tables", "contracts", "config", "accounting", "precision", "plan", "collectives", "jaxprs", "cutting", "units"),
+    *("state", "step"),
+    *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),
 ]
 ONLY = {"accounting": {"tables"}}  # less than the order would allow
 MAX_LINES = 600
@@ -82,6 +86,31 @@ def test_public_definitions_have_docstrings(path):
 def test_public_names_exist_and_are_sorted():
     assert zerojax.__all__ == sorted(zerojax.__all__)
     assert [name for name in zerojax.__all__ if not hasattr(zerojax, name)] == []
+
+
+def test_public_names_are_what_type_checkers_see():
+    """They come on first use, from a table beside the imports that only type checkers follow."""
+    lines = [node for node in ast.walk(parse(PACKAGE / "__init__.py")) if isinstance(node, ast.ImportFrom)]
+    own = [node for node in lines if str(node.module).startswith("zerojax.")]
+    seen = {alias.name: importlib.import_module(node.module) for node in own for alias in node.names}
+    assert sorted(seen) == zerojax.__all__
+    assert [name for name, module in seen.items() if getattr(zerojax, name) is not getattr(module, name)] == []
+    assert set(dir(zerojax)) > {*zerojax.__all__, "__version__"}
+
+
+def test_the_command_does_not_wait_for_jax():
+    code = "import sys, zerojax.cli; print({'jax', 'flax', 'optax', 'numpy', 'importlib.metadata'} & {*sys.modules})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_the_command_has_the_trainees_defaults():
+    from zerojax import cli, demo
+
+    given = inspect.signature(cli._train).parameters
+    wanted = {field.name: field.default for field in dataclasses.fields(demo.RunConfig) if field.name in given}
+    assert {name: given[name].default for name in wanted} == wanted
 
 
 def test_no_file_is_too_long():

@@ -1,11 +1,7 @@
 """ZeRO for JAX: the memory of training partitioned over devices, for any loss, any optax optimizer, any Flax loop."""
 
-from zerojax.accounting import report
-from zerojax.config import Precision, ZeroConfig
-from zerojax.contracts import Loss, TrainState, Variables
-from zerojax.plan import Plan, make_plan
-from zerojax.state import gather_params, init_state
-from zerojax.step import make_eval_step, make_train_step, value_and_grad
+import importlib
+from typing import TYPE_CHECKING
 
 __all__ = [
     "Loss",
@@ -22,3 +18,43 @@ __all__ = [
     "report",
     "value_and_grad",
 ]
+
+if TYPE_CHECKING:
+    from zerojax.accounting import report
+    from zerojax.config import Precision, ZeroConfig
+    from zerojax.contracts import Loss, TrainState, Variables
+    from zerojax.plan import Plan, make_plan
+    from zerojax.state import gather_params, init_state
+    from zerojax.step import make_eval_step, make_train_step, value_and_grad
+
+    __version__: str
+else:  # on first use: JAX takes a second to import, for which the command's help need not wait
+    _NAMES = {
+        "accounting": ["report"],
+        "config": ["Precision", "ZeroConfig"],
+        "contracts": ["Loss", "TrainState", "Variables"],
+        "plan": ["Plan", "make_plan"],
+        "state": ["gather_params", "init_state"],
+        "step": ["make_eval_step", "make_train_step", "value_and_grad"],
+    }
+
+    def __getattr__(name):
+        if name == "__version__":
+            return _version()
+        for module, names in _NAMES.items():
+            if name == module:  # zerojax.accounting and the like need no import of their own
+                return importlib.import_module(f"zerojax.{module}")
+            if name in names:
+                return getattr(importlib.import_module(f"zerojax.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__, "__version__"})
+
+    def _version():
+        from importlib import metadata  # slow to import too
+
+        try:
+            return metadata.version("zerojax")
+        except metadata.PackageNotFoundError:
+            return "0+unknown"  # sources that are not installed

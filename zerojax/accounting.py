@@ -20,7 +20,7 @@ Tree = Any
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # The CPU backend's default scheduler favours concurrency over memory; with this one, figures are comparable with other
 # backends'. As a compile option the older xla_cpu_enable_concurrency_optimized_scheduler is accepted and does nothing.
-_CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 # ---- collectives ----
@@ -216,10 +216,10 @@ class _Program:
         if index is None:
             return None
         first = self._constant(i.names[0], within, index)
-        step, bound = self._step(body, index), self._constant(bound.name, condition)
-        if None in (first, step, bound) or step < 1:
+        step, end = self._step(body, index), self._constant(bound.name, condition)
+        if first is None or end is None or step is None or step < 1:
             return None
-        return max(0, -(-(bound - first) // step))
+        return max(0, -(-(end - first) // step))
 
     def _step(self, body: str, index: int) -> int | None:
         """What a turn of a loop adds to the counter."""
@@ -383,7 +383,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
     return Memory(**{name: getattr(stats, f"{name}_size_in_bytes") for name in names})
 
 
-def live_bytes(tree: Tree) -> dict[jax.Device, int]:
+def live_bytes(tree: Tree) -> dict[jax.Device, int]:  # pyright: ignore[reportInvalidTypeForm]: jaxlib has no stubs
     """The bytes that the arrays of a tree really hold on each of this process's devices, random keys included.
 
     An array that occurs twice counts twice. Leaves on no device (numpy arrays, numbers) hold nothing.
@@ -524,7 +524,10 @@ def report(step: Any, state: Tree = None, batch: Tree = None) -> Report:
     48
     """
     compiled = step if isinstance(step, jax.stages.Compiled) else _compile(step.lower(state, batch), (state, batch))
-    return Report(memory(compiled), tuple(collectives(compiled.as_text())))
+    text = compiled.as_text()
+    if text is None:
+        raise ValueError("this backend does not show what it compiled, so collectives cannot be counted")
+    return Report(memory(compiled), tuple(collectives(text)))
 
 
 def _compile(lowered: jax.stages.Lowered, arguments: Tree) -> jax.stages.Compiled:

@@ -1,37 +1,30 @@
-"""The ``zerojax`` command: thin printing over the library.
-
-JAX runs in a second thread: a compilation cannot be interrupted, but the first thread, which shows what goes on, can
-always hear Ctrl-C, write down what was reached and leave.
-"""
+"""The ``zerojax`` command: thin printing over the library, which it imports late, so that help comes at once."""
 
 import contextlib
-import dataclasses
-import importlib.metadata
-import json
+import io
 import logging
-import math
 import os
-import platform
-import queue
 import signal
 import sys
-import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+import zerojax
+from zerojax import background, tables
+from zerojax.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from zerojax.trial import Trial
+
 _EVERY = 10  # steps between two lines where there is no terminal
-_PROMPT = b"def "
-_SAMPLED = 300  # bytes
 _EXTRAS = ("grain", "matplotlib")  # what the demo needs and the library does not
-_HELD_OUT_BATCHES = 8
-_WORKER = "zerojax-worker"
-_PATIENCE = 2.0  # seconds that Ctrl-C leaves a running step to finish
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -50,7 +43,7 @@ def _root(
 ):
     """ZeRO for JAX: the memory of training partitioned over devices."""
     if version:
-        print(f"zerojax {_version()}")
+        print(f"zerojax {zerojax.__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
     else:
@@ -63,7 +56,7 @@ def _train(
     stage: Annotated[int, typer.Option(help="ZeRO's stage, 0 to 3.")] = 3,
     devices: Annotated[int, typer.Option(help="How many devices; simulated on the CPU if there are fewer.")] = 8,
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 200,
-    rows: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 32,
+    rows: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 16,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     run_dir: Annotated[Path | None, typer.Option(help="Folder to write.", show_default="runs/<timestamp>")] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters, the data's order and the sample.")] = 0,
@@ -84,38 +77,43 @@ def main(arguments: list[str] | None = None):
     leave(lambda: _call(arguments))
 
 
-def leave(call: Any):
-    """End the process with the exit code that ``call()`` returns; mistakes and Ctrl-C are told in one line."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # grain says on import which jaxlib it would profile workers with
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character must not end a run
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        code = call() or 0
-    except _Mistake as mistake:
-        code = _fail(str(mistake), 2)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read the output has had enough
-        code = 1
-    except OSError as error:
-        code = _fail(str(error), 1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if any(thread.name == _WORKER and thread.is_alive() for thread in threading.enumerate()):
-        os._exit(code)  # an ordinary exit would tear down the interpreter under a compilation that still runs
-    sys.exit(code)
-
-
-def _call(arguments: list[str] | None) -> int:
+def _call(arguments: list[str] | None) -> Any:
     try:
         command = app(arguments, prog_name="zerojax", standalone_mode=False)
     except Exception as error:
-        if hasattr(error, "format_message"):  # of the argument parser; its class is not the same in all versions
-            raise _Mistake(error.format_message()) from None
-        raise
+        told = getattr(error, "format_message", None)  # of the parser, whose errors' class depends on the version
+        if told is None:
+            raise
+        raise _Mistake(told()) from None
     return command() if callable(command) else command
+
+
+def leave(call: Callable[[], Any]):
+    """End the process with the exit code that ``call()`` returns; mistakes and Ctrl-C are told in one line."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # grain says on import which jaxlib it would profile workers with
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character must not end a run
+            stream.reconfigure(errors="backslashreplace")
+    code = _exit_code(call)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if background.running():
+        os._exit(code)
+    sys.exit(code)
+
+
+def _exit_code(call: Callable[[], Any]) -> int:
+    try:
+        return call() or 0
+    except _Mistake as mistake:
+        return _fail(str(mistake), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read the output has had enough
+        return 1
+    except OSError as error:
+        return _fail(str(error), 1)
 
 
 def _fail(message: str, code: int) -> int:
@@ -123,14 +121,7 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("zerojax")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-# ---- the first thread: shows and writes ----
+# ---- train ----
 
 
 def run(run_dir: Path | str | None = None, **settings: Any) -> int:
@@ -143,133 +134,118 @@ def run(run_dir: Path | str | None = None, **settings: Any) -> int:
     Returns:
       The exit code: 0, or 130 after Ctrl-C.
     """
-    console, events, stop = Console(highlight=False, markup=False), queue.SimpleQueue(), threading.Event()
-    worker = threading.Thread(target=_work, args=(settings, events.put, stop.is_set), name=_WORKER, daemon=True)
-    worker.start()
-    view = _Bar(console) if console.is_terminal else _Lines()
-    folder, code, done = _Folder(run_dir), 0, False
-    try:
-        with _interrupts_as_events(events.put), view:
-            _follow(worker, events, view, folder)
-        done = True
-    except KeyboardInterrupt:
-        stop.set()
-        code = 130
-        print("interrupted; writing what was reached", file=sys.stderr)
-        _drain(worker, events, folder)
-    finally:
-        folder.finish(interrupted=not done)
-    if folder.result:
-        _show_result(folder)
-    _show_paths(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
+    began, path = time.perf_counter(), Path(run_dir or Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")))
+    with contextlib.closing(_view()) as view:
+        trial = background.call(lambda phase: _prepare(settings, phase), view.phase)
+        with _mistakes():
+            folder = RunFolder(path, trial.config, began)
+        code = 1
+        try:
+            code = _follow(trial, view, folder)
+        finally:
+            folder.finish(interrupted=code != 0)
+    _show_result(folder.result, trial.prompt.decode())
+    print(f"{len(folder.lines)} of {trial.config.steps} steps done; wrote", *folder.written, sep="\n  ")
     return code
 
 
-def _follow(worker: threading.Thread, events: queue.SimpleQueue, view: Any, folder: "_Folder"):
-    """Show and record what the worker tells, until it is done; raises what it raised."""
-    while True:
-        kind, value = events.get()
-        if kind in ("done", "error"):
-            worker.join()
-            if value is not None:
-                raise value
-            return
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        if kind == "phase":
-            view.phase(value)
-        elif kind == "step":
-            folder.add(value)
-            view.step(value, folder.config.steps)
-        elif kind == "config":
-            folder.open(value)
-        else:
-            folder.result[kind] = value
+def _prepare(settings: dict[str, Any], phase: Callable[[str], None]) -> "Trial":
+    phase("starting JAX")
+    try:
+        from zerojax import demo, trial
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _EXTRAS:
+            raise
+        raise _Mistake(f"train needs {name}, which is not installed: pip install 'zerojax[demo]'") from None
+    with _mistakes():
+        return trial.Trial(demo.RunConfig(**settings), phase)
 
 
 @contextlib.contextmanager
-def _interrupts_as_events(put: Any):
-    """Ctrl-C waits its turn, so that it never cuts a line of a file in two; a second one does not wait."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def handle(*_):
-        signal.signal(signal.SIGINT, before)
-        put(("interrupt", None))
-
-    signal.signal(signal.SIGINT, handle)
+def _mistakes():
+    """A ``ValueError`` about settings is a mistake of the user."""
     try:
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    except ValueError as error:
+        raise _Mistake(str(error)) from None
 
 
-def _drain(worker: threading.Thread, events: queue.SimpleQueue, folder: "_Folder"):
-    """Record the steps that were made while Ctrl-C was on its way."""
-    worker.join(_PATIENCE)
-    while not events.empty():
-        kind, value = events.get()
+def _follow(trial: "Trial", view: "_Lines | _Bar", folder: RunFolder) -> int:
+    """Run the trial, showing and writing what it tells; returns the exit code."""
+
+    def tell(kind: str, value: Any):
         if kind == "step":
             folder.add(value)
+            view.step(value, trial.config.steps)
+        elif kind == "phase":
+            view.phase(value)
+        else:
+            folder.result[kind] = value
+
+    try:
+        background.call(trial.run, tell)
+        return 0
+    except KeyboardInterrupt:
+        view.close()
+        print("interrupted; writing what was reached", file=sys.stderr)
+        return 130
+
+
+# ---- what is shown ----
+
+
+def _view() -> "_Lines | _Bar":
+    console = Console(highlight=False, markup=False)
+    return _Bar(console) if console.is_interactive else _Lines()
 
 
 class _Lines:
     """The view where there is no terminal: plain lines, a few."""
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def phase(self, text: str):
         print(f"{text} ...", flush=True)
 
-    def step(self, line: dict, steps: int):
+    def step(self, line: dict[str, Any], steps: int):
         if line["step"] % _EVERY == 0 or line["step"] in (1, steps):
             print(f"step {line['step']}/{steps}  {_numbers(line)}", flush=True)
+
+    def close(self):
+        pass
 
 
 class _Bar:
     """The view on a terminal: a spinner for what has no length, a bar for the steps. One of them at a time."""
 
     def __init__(self, console: Console):
-        self.console, self.live = console, None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._show(None)
+        columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20))
+        self.bar = Progress(*columns, TextColumn("{task.description}"), TimeRemainingColumn(), console=console)
+        self.task = self.bar.add_task("")
+        self.spinner = console.status("")
 
     def phase(self, text: str):
-        self._show(self.console.status(f"{text} ..."))
+        self.bar.stop()
+        self.spinner.update(f"{text} ...")
+        self.spinner.start()
 
-    def step(self, line: dict, steps: int):
-        if not isinstance(self.live, Progress):
-            columns = (TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20))
-            bar = Progress(*columns, TextColumn("{task.description}"), TimeRemainingColumn(), console=self.console)
-            self.task = bar.add_task("", total=steps)
-            self._show(bar)
-        self.live.update(self.task, completed=line["step"], description=_numbers(line))
+    def step(self, line: dict[str, Any], steps: int):
+        self.spinner.stop()
+        self.bar.update(self.task, total=steps, completed=line["step"], description=_numbers(line))
+        self.bar.start()
 
-    def _show(self, live: Any):
-        if self.live is not None:
-            self.live.stop()
-        self.live = live
-        if live is not None:
-            live.start()
+    def close(self):
+        self.spinner.stop()
+        self.bar.stop()
 
 
-def _numbers(line: dict) -> str:
+def _numbers(line: dict[str, Any]) -> str:
     return f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s"
 
 
-def _show_result(folder: "_Folder"):
-    from zerojax import tables
-
-    result = folder.result
+def _show_result(result: dict[str, Any], prompt: str):
     if "memory" in result:
-        rows = [(f"stage {m['stage']}", *(tables.size(m[k]) for k in ("at_rest", "peak"))) for m in result["memory"]]
+        rows = [(f"stage {m['stage']}", tables.size(m["at_rest"]), tables.size(m["peak"])) for m in result["memory"]]
         columns = ("per device", "state at rest", "compiled peak")
         print("\n" + tables.render(columns, rows, "Memory of this model and of this step"))
         print(
@@ -280,216 +256,4 @@ def _show_result(folder: "_Folder"):
     if "held_out_loss" in result:
         print(f"\nLoss on text that was held out: {result['held_out_loss']:.3f} nats per byte")
     if "sample" in result:
-        print(f"\nSampled after {_PROMPT.decode()!r}:\n\n{result['sample']}\n")
-
-
-def _show_paths(folder: "_Folder"):
-    made = f"{len(folder.lines)} of {folder.config.steps} steps" if folder.config else "nothing"
-    print(f"{made} done" + ("; wrote" if folder.written else ""))
-    for path in folder.written:
-        print(f"  {path}")
-
-
-class _Folder:
-    """What a run leaves behind.
-
-    Attributes:
-      lines: of ``metrics.jsonl``, one for each step.
-      result: what came after the steps: memory, sample, held-out loss.
-      written: the paths of the files.
-    """
-
-    def __init__(self, path: Path | str | None):
-        self.path = Path(path or Path("runs", datetime.now().strftime("%Y%m%d-%H%M%S")))
-        self.config, self.lines, self.result, self.written, self.metrics = None, [], {}, [], None
-        self.began = time.perf_counter()
-
-    def open(self, config: Any):
-        """Make the folder and the file that grows with the run, now that the settings are known to be good."""
-        name = self.path / "metrics.jsonl"
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.metrics = name.open("x")
-        except FileExistsError:
-            what = "holds a run already" if self.path.is_dir() else "is a file"
-            raise _Mistake(f"run folder {self.path} {what}; choose another with --run-dir") from None
-        except OSError as error:
-            reason = error.strerror or error
-            raise _Mistake(
-                f"run folder {self.path} cannot be written ({reason}); choose another with --run-dir"
-            ) from None
-        self.config = config
-        self.written.append(name)
-
-    def add(self, line: dict):
-        """One step, on disk at once, so that nothing is lost whatever happens next."""
-        self.lines.append(line)
-        self.metrics.write(_json(line) + "\n")
-        self.metrics.flush()
-
-    def finish(self, interrupted: bool):
-        """Write the other files, as far as the run came."""
-        if self.metrics is None:
-            return
-        self.metrics.close()
-        if self.lines:
-            self._plot()
-        if "sample" in self.result:
-            self._write("sample.txt", self.result["sample"] + "\n")
-        self._write("summary.json", _json(self._summary(interrupted), indent=2) + "\n")
-
-    def _plot(self):
-        from zerojax import demo
-
-        c, path = self.config, self.path / "loss.png"
-        title = f"ZeRO stage {c.stage}, {c.devices} devices: learning Python's sources byte by byte"
-        demo.plot_loss(self.lines, self.result.get("held_out_loss"), title, path)
-        self.written.append(path)
-
-    def _write(self, name: str, text: str):
-        (self.path / name).write_text(text, encoding="utf-8")
-        self.written.append(self.path / name)
-
-    def _summary(self, interrupted: bool) -> dict:
-        last = [line["loss"] for line in self.lines[-10:]]
-        speeds = sorted(line["tokens_per_second"] for line in self.lines)
-        return {
-            "interrupted": interrupted,
-            "steps": len(self.lines),
-            "loss_last_10_steps": sum(last) / len(last) if last else None,
-            "held_out_loss": self.result.get("held_out_loss"),
-            "tokens_per_second_median": speeds[len(speeds) // 2] if speeds else None,
-            "seconds": time.perf_counter() - self.began,
-            "bytes_per_device": self.result.get("memory"),
-            "platform": self.result.get("platform"),
-            "config": dataclasses.asdict(self.config),
-            "versions": {"zerojax": _version(), "python": platform.python_version(), **self.result.get("versions", {})},
-        }
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: a loss that is not a number becomes null, since many readers refuse NaN."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(v) for key, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(plain(value), indent=indent, allow_nan=False)
-
-
-# ---- the second thread: works ----
-
-
-def _work(settings: dict, put: Any, stopped: Any):
-    """Do the run; tells ``(kind, value)`` pairs: phase, config, step, results by name, and error or done at last."""
-    try:
-        _train_and_measure(settings, lambda kind, value: put((kind, value)), stopped)
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        what = _Mistake(f"train needs {name}, which is not installed: pip install 'zerojax[demo]'")
-        put(("error", what if name in _EXTRAS else error))
-    except BaseException as error:
-        put(("error", error))
-    else:
-        put(("done", None))
-
-
-def _train_and_measure(settings: dict, tell: Any, stopped: Any):
-    tell("phase", "starting JAX")
-    import jax
-
-    import zerojax
-    from zerojax import demo
-
-    with _mistakes():
-        config = demo.RunConfig(**settings)
-        mesh = _mesh(config.devices)
-        init_fn, tx, loss_fn = demo.make_init(config), demo.make_optimizer(config), demo.make_loss(config)
-        zero = zerojax.ZeroConfig(stage=config.stage, accumulate=config.accumulate)
-        plan = zerojax.make_plan(init_fn, tx, mesh, zero)
-        tell("phase", "reading Python's own sources")
-        parts = demo.split(demo.corpus(config.corpus_bytes))
-        data, held_out = (demo.batches(part, config.rows, config.sequence, config.seed) for part in parts)
-    tell("config", config)
-    tell("versions", {"jax": jax.__version__, "jaxlib": jax.lib.__version__})
-    tell("platform", _platform(mesh))
-
-    tell("phase", f"making the state: {_count(plan.abstract_state.params)}, stage {config.stage}, {_platform(mesh)}")
-    state = zerojax.init_state(init_fn, tx, plan, jax.random.key(config.seed))
-    step = zerojax.make_train_step(loss_fn, tx, plan)
-    tell("phase", f"compiling the step, then {config.steps} steps of {config.tokens_per_step:,} bytes")
-
-    def on_step(line):
-        tell("step", line)
-        return stopped()
-
-    state = demo.train(step, state, data, config, on_step)
-    if stopped():
-        return
-    tell("phase", "measuring the loss on held-out text")
-    evaluate = zerojax.make_eval_step(loss_fn, plan)
-    losses = [float(evaluate(state, next(held_out))["loss"]) for _ in range(_HELD_OUT_BATCHES)]
-    tell("held_out_loss", sum(losses) / len(losses))
-    tell("phase", f"sampling {_SAMPLED} bytes")
-    whole = zerojax.gather_params(state.params, plan)
-    text = demo.sample(config, whole, _PROMPT, _SAMPLED, jax.random.key(config.seed))
-    tell("sample", demo.printable(text))
-    tell("memory", _memory(plan, loss_fn, tx, config, tell))
-
-
-def _memory(plan: Any, loss_fn: Any, tx: Any, config: Any, tell: Any) -> list[dict[str, int]]:
-    """Bytes per device of this stage and, to compare, of stage 0; from compilations, no arrays."""
-    import jax
-
-    import zerojax
-
-    tokens = jax.ShapeDtypeStruct((config.rows, config.sequence + 1), "int32", sharding=plan.batch_sharding)
-    memory = []
-    for stage in sorted({0, config.stage}, reverse=True):
-        tell("phase", f"compiling stage {stage} to count its bytes")
-        staged = plan.with_stage(stage)
-        step = zerojax.make_train_step(loss_fn, tx, staged)
-        peak = zerojax.report(step, staged.abstract_state, {"tokens": tokens}).memory.peak
-        memory.append({"stage": stage, "at_rest": staged.bytes_per_device(), "peak": peak})
-    return memory
-
-
-def _mesh(count: int) -> Any:
-    """A mesh of ``count`` devices: real ones if there are as many, else simulated on the CPU."""
-    import jax
-
-    flag = "--xla_force_host_platform_device_count"  # an older way to say it, refused beside the newer one
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    os.environ["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(flag))
-    with contextlib.suppress(RuntimeError):  # the devices exist already, in a process that has used JAX
-        jax.config.update("jax_num_cpu_devices", count)  # accelerators do not mind
-    devices = jax.devices()
-    if len(devices) < count:
-        devices = jax.devices("cpu")
-        jax.config.update("jax_default_device", devices[0])
-    if len(devices) < count:
-        raise ValueError(f"devices={count} asked for, but this process has started JAX with {len(devices)} already")
-    return jax.sharding.Mesh(devices[:count], ("data",))
-
-
-def _platform(mesh: Any) -> str:
-    device = mesh.devices.flat[0]
-    return f"{mesh.size} x {'simulated CPU device' if device.platform == 'cpu' else device.device_kind}"
-
-
-def _count(tree: Any) -> str:
-    import jax
-
-    return f"{sum(leaf.size for leaf in jax.tree.leaves(tree)):,} parameters"
-
-
-@contextlib.contextmanager
-def _mistakes():
-    """What the library says about settings, as a mistake of the user."""
-    try:
-        yield
-    except ValueError as error:
-        raise _Mistake(str(error)) from None
+        print(f"\nSampled after {prompt!r}:\n\n{result['sample']}\n")

@@ -28,12 +28,12 @@ def gather(shards: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[st
     whole = list(shards)
     together, alone = _batches(leaves, [s.dtype for s in shards], partitioned=True)
     for i in alone:
-        whole[i] = _all_gather(shards[i], leaves[i].dim, axes)
+        whole[i] = _all_gather(shards[i], _dim(leaves[i]), axes)
     for group in together:
         rows_NE = _all_gather(jnp.concatenate([shards[i].ravel() for i in group])[None], 0, axes)
         parts = jnp.split(rows_NE, _ends([shards[i].size for i in group]), axis=1)
         for i, part in zip(group, parts, strict=True):
-            whole[i] = _from_rows(part, shards[i].shape, leaves[i].dim)
+            whole[i] = _from_rows(part, shards[i].shape, _dim(leaves[i]))
     return whole
 
 
@@ -43,10 +43,10 @@ def reduce_scatter(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Ma
     dtypes = [a.dtype for a in arrays]
     together, alone = _batches(leaves, dtypes, partitioned=True)
     for i in alone:
-        summed[i] = _reduce_scatter(arrays[i], leaves[i].dim, axes)
+        summed[i] = _reduce_scatter(arrays[i], _dim(leaves[i]), axes)
     devices = math.prod(axes.values())
     for group in together:
-        rows = [_to_rows(arrays[i], leaves[i].dim, devices) for i in group]
+        rows = [_to_rows(arrays[i], _dim(leaves[i]), devices) for i in group]
         sums = _reduce_scatter(jnp.concatenate(rows, axis=1), 0, axes)[0]
         for i, part in zip(group, jnp.split(sums, _ends([row.shape[1] for row in rows])), strict=True):
             summed[i] = part.reshape(_shard_shape(leaves[i], arrays[i].shape, devices))
@@ -86,13 +86,20 @@ def _batches(leaves, dtypes, *, partitioned: bool) -> tuple[list[list[int]], lis
     return together, [i for i in chosen if not any(i in group for group in together)]
 
 
+def _dim(leaf: Leaf) -> int:
+    """Of a leaf that is partitioned."""
+    if leaf.dim is None:
+        raise ValueError(f"{leaf.path} is whole")
+    return leaf.dim
+
+
 def _all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
     """Over several axes the minor one first, one after the other: a TPU's compiler makes true gathers of these only.
 
     As dim 0, where each device's part is one piece of memory: along another dim the CPU's gather takes twice the time.
     """
     x = jnp.moveaxis(x, dim, 0)
-    for axis in reversed(axes):
+    for axis in reversed(tuple(axes)):
         x = lax.all_gather(x, axis, axis=0, tiled=True)
     return jnp.moveaxis(x, 0, dim)
 

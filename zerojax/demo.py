@@ -17,6 +17,9 @@ import numpy as np
 import optax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from zerojax import tables
 
 VOCABULARY = 256  # every byte is a token
 UNIFORM_LOSS = math.log(VOCABULARY)  # of a model that knows nothing
@@ -48,7 +51,7 @@ class RunConfig:
     stage: int = 3
     devices: int = 8
     steps: int = 200
-    rows: int = 32
+    rows: int = 16
     accumulate: int = 1
     seed: int = 0
     width: int = 192
@@ -70,8 +73,8 @@ class RunConfig:
         if self.rows % parts:
             nearest = max(1, round(self.rows / parts)) * parts
             raise ValueError(
-                f"rows={self.rows} cannot be divided over {self.devices} devices x {self.accumulate} micro-batches; "
-                f"use a multiple of {parts}, such as {nearest}"
+                f"rows={self.rows} cannot be divided over {tables.count(self.devices, 'device')} x {self.accumulate} "
+                f"micro-batches; use a multiple of {parts}, such as {nearest}"
             )
         if self.width % self.heads:
             raise ValueError(f"width={self.width} cannot be divided over heads={self.heads}")
@@ -156,6 +159,7 @@ def batches(data: np.ndarray, rows: int, sequence: int, seed: int = 0) -> Iterat
 # ---- model ----
 
 _small = nn.initializers.normal(0.02)
+_LOOKS_BACK = 3  # bytes that the input holds beside its own: a short run need not learn first to attend to them
 
 
 def _attend(q, k, v):  # each (rows, heads, sequence, head width)
@@ -202,6 +206,9 @@ class GPT(nn.Module):
         embed = nn.Embed(VOCABULARY, c.width, embedding_init=_small, name="embed")
         position = self.param("position", _small, (c.sequence, c.width))
         x = embed(tokens) + position[: tokens.shape[1]]
+        for back in range(1, _LOOKS_BACK + 1):
+            earlier = jnp.pad(tokens, ((0, 0), (back, 0)))[:, :-back]
+            x = x + nn.Embed(VOCABULARY, c.width, embedding_init=_small, name=f"back{back}")(earlier)
         out_init = nn.initializers.normal(0.02 / math.sqrt(2 * c.layers))  # so that depth does not raise the variance
         for layer in range(c.layers):
             x = Block(c.heads, out_init, name=f"block{layer}")(x)
@@ -213,9 +220,13 @@ def make_init(config: RunConfig) -> Callable:
 
     >>> shapes = jax.eval_shape(make_init(RunConfig()), jax.random.key(0))
     >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    2743296
+    2890752
     """
     return lambda key: GPT(config).init(key, jnp.zeros((1, config.sequence), jnp.int32))["params"]
+
+
+def _logits(config: RunConfig, params: Any, tokens: jax.Array) -> jax.Array:
+    return jnp.asarray(GPT(config).apply({"params": params}, tokens), jnp.float32)
 
 
 def make_loss(config: RunConfig) -> Callable:
@@ -230,7 +241,7 @@ def make_loss(config: RunConfig) -> Callable:
 
     def loss_fn(params, batch, rng):
         tokens = batch["tokens"]  # (rows, sequence + 1)
-        logits = GPT(config).apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+        logits = _logits(config, params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn
@@ -253,14 +264,14 @@ def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
 
 
 def train(
-    step: Callable, state: Any, data: Iterator[dict], config: RunConfig, on_step: Callable[[dict[str, float]], bool]
+    step: Callable, state: Any, data: Iterator[dict], config: RunConfig, on_step: Callable[[dict[str, float]], Any]
 ) -> Any:
     """Makes ``config.steps`` updates and returns the last state.
 
     Args:
       step: from ``make_train_step``.
-      on_step: called once a step with its number, loss, grad_norm and tokens_per_second; the loop ends early if it
-        returns true. A step's numbers are fetched while the next step runs, so that the devices never wait for them.
+      on_step: called once a step with its number, loss, grad_norm and tokens_per_second. A step's numbers are fetched
+        while the next step runs, so that the devices never wait for them.
 
     >>> def step(state, batch):
     ...     return state + 1, {"loss": 2.0, "grad_norm": 1.0, "step": state + 1}
@@ -280,10 +291,8 @@ def train(
         if pending is not None:
             line = {name: float(pending[name]) for name in ("loss", "grad_norm")}  # waits for the step
             now = time.perf_counter()
-            stop = on_step({"step": number, **line, "tokens_per_second": config.tokens_per_step / (now - then)})
+            on_step({"step": number, **line, "tokens_per_second": config.tokens_per_step / (now - then)})
             then = now
-            if stop:
-                break
         pending = running
     return state
 
@@ -298,7 +307,7 @@ def _continue(config: RunConfig, params: Any, buffer: jax.Array, start: jax.Arra
     def write(i, buffer):
         first = jnp.maximum(i - config.sequence, 0)  # of the window that ends before byte i
         window = jax.lax.dynamic_slice(buffer, (first,), (config.sequence,))
-        logits = GPT(config).apply({"params": params}, window[None])[0, i - 1 - first].astype(jnp.float32)
+        logits = _logits(config, params, window[None])[0, i - 1 - first]
         scaled = logits / jnp.maximum(temperature, 1e-6)  # zero temperature: the likeliest byte
         byte = jax.random.categorical(jax.random.fold_in(key, i), scaled)
         return buffer.at[i].set(byte.astype(buffer.dtype))
@@ -377,7 +386,7 @@ def plot_loss(lines: list[dict[str, float]], held_out: float | None, title: str,
     axes.set_ylabel("loss (nats per byte)", fontsize=14)
     axes.set_title(title, fontsize=15)
     axes.tick_params(labelsize=12)
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=12, frameon=False)

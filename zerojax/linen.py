@@ -49,8 +49,8 @@ def create_train_state(
     Args:
       init_fn, tx, plan, key, params: as for `zerojax.init_state`.
       apply_fn: usually ``model.apply``.
-      state_class: a subclass of `TrainState`, with ``fields`` for what it adds. If it has a field ``model_state``, it is
-        filled with what ``init_fn`` made beside the parameters.
+      state_class: a subclass of `TrainState`, with ``fields`` for what it adds. If it has a field ``model_state``, it
+        is filled with what ``init_fn`` made beside the parameters.
 
     >>> import jax, jax.numpy as jnp
     >>> from zerojax import make_plan

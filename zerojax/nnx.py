@@ -1,4 +1,4 @@
-"""Flax NNX: a module and an ``nnx.Optimizer`` as users have them, partitioned; ``nnx.split`` and ``merge`` underneath."""
+"""Flax NNX: a module and an ``nnx.Optimizer`` as users have them, partitioned; by ``nnx.split`` and ``nnx.merge``."""
 
 from collections.abc import Callable
 from typing import Any

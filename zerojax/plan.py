@@ -53,6 +53,10 @@ class Leaf:
     def bytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    def layer(self) -> "Leaf":
+        """Of an array of stacked layers that is partitioned within the layers: one of them."""
+        return dataclasses.replace(self, shape=self.shape[1:], base=self.base[1:], dim=(self.dim or 0) - 1)
+
     def shard_spec(self, axes: Sequence[str]) -> PartitionSpec:
         """Only the shard axes: what `jax.shard_map` over them needs."""
         return PartitionSpec() if self.dim is None else PartitionSpec(*[None] * self.dim, _entry(axes))
@@ -143,12 +147,12 @@ class Plan:
     def with_stage(self, stage: int) -> "Plan":
         """The same plan for another stage. From 1, 2 or 3 to another of them every sharding of the state is kept.
 
-        Stage 0 keeps the state whole: to and from it, move a state with ``jax.device_put(state, plan.state_shardings)``.
+        Stage 0 keeps the state whole: to and from it, move a state by ``jax.device_put(state, plan.state_shardings)``.
         """
         return dataclasses.replace(self, config=dataclasses.replace(self.config, stage=stage))
 
     def bytes_per_device(self, part: str | None = None) -> int:
-        """Bytes of the state at rest on each device: all of it, or of ``"params"``, ``"opt_state"``, ``"model_state"``."""
+        """Bytes of the state at rest on each device: all of it, or of its part ``"params"``, ``"opt_state"``, ..."""
         if part is not None:
             return sum(map(self._bytes, getattr(self, part)))
         state = self.abstract_state
@@ -271,11 +275,11 @@ def _parameter_leaf(
     matches = [dim for pattern, dim in config.overrides if fnmatchcase(path, pattern)]
     if matches and matches[0] is None:
         return _whole_leaf(path, leaf, "override", base)
-    if matches or wanted is not None:
-        dim = matches[0] if matches else wanted
-        _check_dim(path, leaf.shape, dim, base, devices)
-        return Leaf(path, leaf.shape, leaf.dtype, base, dim, "override" if matches else "base spec")
-    return _place(path, leaf, base, stacked, devices, config)
+    dim = matches[0] if matches else wanted
+    if dim is None:
+        return _place(path, leaf, base, stacked, devices, config)
+    _check_dim(path, leaf.shape, dim, base, devices)
+    return Leaf(path, leaf.shape, leaf.dtype, base, dim, "override" if matches else "base spec")
 
 
 def _parameter_leaves(params, stacked, base_specs, mesh, config) -> tuple[Leaf, ...]:
@@ -365,8 +369,8 @@ def _check_dim(path: str, shape: tuple[int, ...], dim: int, base: tuple, devices
     if base[dim] is not None:
         raise ValueError(f"{path}: dim {dim} of shape {shape} is taken by axis {base[dim]!r}; choose another dim")
     if shape[dim] % devices or shape[dim] == 0:
-        raise ValueError(f"{path}: dim {dim} of shape {shape} cannot be divided over {devices} devices; pad it or choose "
-                         "another dim")  # fmt: skip
+        over = tables.count(devices, "device")
+        raise ValueError(f"{path}: dim {dim} of shape {shape} cannot be divided over {over}; pad it or choose another")
 
 
 def _base_list(params: Tree, base_specs: Tree, paths: list[str]) -> list[Any]:
@@ -414,9 +418,9 @@ def _check_whole(leaves: Iterable[Leaf], devices: int):
         names = "; ".join(f"{leaf.path} {leaf.shape} {tables.size(leaf.bytes)} ({leaf.why})" for leaf in whole[:5])
         more = f"; and {len(whole) - 5} more" if len(whole) > 5 else ""
         raise ValueError(
-            f"{len(whole)} leaves, {lost / total:.1%} of the state's bytes, cannot be partitioned over {devices} devices "
-            f"and would stay whole on each: {names}{more}. Pad a dim (such as a vocabulary) to a multiple of {devices}, "
-            "use another mesh, or accept it with ZeroConfig(allow_whole=True)."
+            f"{len(whole)} leaves, {lost / total:.1%} of the state's bytes, cannot be partitioned over {devices} "
+            f"devices and would stay whole on each: {names}{more}. Pad a dim (such as a vocabulary) to a multiple of "
+            f"{devices}, use another mesh, or accept it with ZeroConfig(allow_whole=True)."
         )
 
 
@@ -427,14 +431,15 @@ def _describe(plan: Plan) -> str:
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.axes.items())
     precision = plan.config.precision
     title = (
-        f"ZeRO stage {plan.config.stage}, {plan.devices} devices ({axes}); parameters {precision.param_dtype}, "
-        f"computed in {precision.compute_dtype}, gradients reduced in {precision.reduce_dtype}"
+        f"ZeRO stage {plan.config.stage}, {tables.count(plan.devices, 'device')} ({axes}); parameters "
+        f"{precision.param_dtype}, computed in {precision.compute_dtype}, gradients reduced in {precision.reduce_dtype}"
     )
     shown = [*plan.params, *(leaf for leaf in plan.opt_state if not leaf.follows), *plan.model_state]
     rows = [_row(plan, leaf) for leaf in shown]
     table = tables.render(("leaf", "shape", "dtype", "placed", "a device", "of", "why"), rows, title)
     followers = sum(1 for leaf in plan.opt_state if leaf.follows)
-    return f"{table}\n{followers} arrays of the optimizer are placed like the parameters that they follow.\n{_totals(plan)}"
+    follow = f"{followers} arrays of the optimizer are placed like the parameters that they follow."
+    return f"{table}\n{follow}\n{_totals(plan)}"
 
 
 def _row(plan: Plan, leaf: Leaf) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.plan import Plan, born, mesh_context
 from zerojax.precision import cast, floating, is_floating
@@ -127,9 +128,9 @@ def check_batch(batch: Tree, plan: Plan, *, micro_batches: int, processes: int =
         rows[name] = leaf.shape[0] * (processes if local else 1)
         if rows[name] % parts or not rows[name]:
             raise ValueError(
-                f"{name} has {rows[name]} rows (shape {leaf.shape}), which cannot be divided over {plan.devices} devices "
-                f"(axes {dict(plan.axes)}) x {micro_batches} micro-batches: use a multiple of {parts} rows, or give the "
-                "loss a row mask and pad"
+                f"{name} has {rows[name]} rows (shape {leaf.shape}), which cannot be divided over "
+                f"{tables.count(plan.devices, 'device')} (axes {dict(plan.axes)}) x {micro_batches} micro-batches: "
+                f"use a multiple of {parts} rows, or give the loss a row mask and pad"
             )
     if len(set(rows.values())) > 1:
         raise ValueError(f"the leaves of the batch have different numbers of rows: {rows}")
@@ -168,8 +169,9 @@ def _check_shapes(tree: Tree, expected: Tree, what: str):
     for (keys, leaf), want in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
         if leaf.shape != want.shape or leaf.dtype != want.dtype:
             raise ValueError(
-                f"{what} do not fit the plan: {jax.tree_util.keystr(keys)} is {leaf.dtype}{list(leaf.shape)}, planned was "
-                f"{want.dtype}{list(want.shape)}; use the init_fn and tx that make_plan was given, or make a new plan"
+                f"{what} do not fit the plan: {jax.tree_util.keystr(keys)} is {leaf.dtype}{list(leaf.shape)}, planned "
+                f"was {want.dtype}{list(want.shape)}; use the init_fn and tx that make_plan was given, or make a new "
+                "plan"
             )
 
 
@@ -187,8 +189,8 @@ def _check_arrays(tree: Tree, shardings: Tree, expected: Tree, what: str):
         if not isinstance(leaf, jax.Array):
             raise ValueError(f"{name} is a {type(leaf).__name__}, not placed on the plan's devices; {_MOVE}")
         if leaf.is_deleted():
-            raise ValueError(f"{name} was donated: this train state went into an earlier step, which reused its memory; "
-                             "go on with the state that the step returned")  # fmt: skip
+            raise ValueError(f"{name} was donated: this train state went into an earlier step, which reused its "
+                             "memory; go on with the state that the step returned")  # fmt: skip
         if leaf.sharding != sharding and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             raise ValueError(f"{name} is placed as {leaf.sharding}, the plan says {sharding}; {_MOVE}")
 

@@ -110,9 +110,13 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         return new, _add_metrics(metrics, loss.metrics)
 
     placed = plan.state_shardings
-    return Step(plan, plan.config.accumulate, jax.jit(
-        train_step, donate_argnums=0, in_shardings=(placed, plan.batch_sharding), out_shardings=(placed, plan.replicated)
-    ))  # fmt: skip
+    jitted = jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(placed, plan.batch_sharding),
+        out_shardings=(placed, plan.replicated),
+    )
+    return Step(plan, plan.config.accumulate, jitted)
 
 
 def make_eval_step(metric_fn: Callable, plan: Plan) -> Step:
@@ -220,7 +224,7 @@ def _over_rows(local: Callable, plan: Plan, out_specs: Any) -> Callable:
     """
     axes = tuple(plan.axes)
     param_specs = plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
-    rows = PartitionSpec(axes if len(axes) > 1 else axes[0])
+    rows = plan.batch_sharding.spec
     return jax.shard_map(
         local,
         mesh=plan.mesh,
@@ -236,35 +240,42 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     schedule, precision, count = _SCHEDULES[plan.config.stage], plan.config.precision, plan.config.accumulate
     shards, dtype = _to_wire(params, plan), gradient_dtype(precision)
 
-    def gather(shards):
-        return collectives.gather(shards, plan.wire, plan.axes)
+    def gather(shards, leaves):
+        return collectives.gather(shards, leaves, plan.axes)
 
-    def reduce(grads):
-        grads = collectives.reduce_scatter(cast(grads, precision.reduce_dtype), plan.wire, plan.axes)
-        return cast(grads, dtype)
+    def reduce(grads, leaves):
+        return cast(collectives.reduce_scatter(cast(grads, precision.reduce_dtype), leaves, plan.axes), dtype)
 
     def weigh(grads, loss):  # the gradient of a mean becomes that of a sum, in float32 where sums do not overflow
         return [g.astype(dtype) * _divisor(loss.weight).astype(dtype) for g in grads]
 
+    def on_whole(whole, *args):
+        return objective(merge(whole, params), *args)
+
     every = schedule.reduce == "micro-batch"
-    held = gather(shards) if schedule.gather == "step" else shards
-    gradient = units.gradient(
-        lambda whole, *args: objective(merge(whole, params), *args),
-        held,
+    held = gather(shards, plan.wire) if schedule.gather == "step" else shards
+    zeros = [jnp.zeros(a.shape, dtype) for a in (shards if every else held)]
+    traffic = units.Traffic(
         gather if schedule.gather == "use" else None,
-        (lambda grads, loss: reduce(weigh(grads, loss))) if every else weigh,
+        lambda grads, leaves, loss: reduce(weigh(grads, loss), leaves),
     )
+    in_units = units.gradient(on_whole, held, plan.wire, traffic)
 
     def micro_batch(model_state, index, rows):
-        (_, loss), grads = gradient(index, rows, _fold(rng, index, plan), model_state)
+        args = rows, _fold(rng, index, plan), model_state
+        if every:
+            (_, loss), grads = in_units(index, *args)
+            grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
+        else:
+            (_, loss), grads = jax.value_and_grad(on_whole, has_aux=True)(held, *args)
+            grads = weigh(grads, loss)
         return loss.model_state, grads, _weighted(loss)
 
     if count == 1:
         model_state, grads, sums = micro_batch(model_state, 0, batch)
     else:
-        zeros = [jnp.zeros(a.shape, dtype) for a in (shards if every else held)]
         model_state, grads, sums = _accumulate(micro_batch, model_state, zeros, _micro_batches(batch, count))
-    return sums, grads if every else reduce(grads), model_state
+    return sums, grads if every else reduce(grads, plan.wire), model_state
 
 
 def _accumulate(micro_batch, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
@@ -368,8 +379,10 @@ def _as_loss(value: Any, name: str) -> Loss:
     for part, number in (("total", loss.total), ("weight", loss.weight)):
         if jax.tree.structure(number) != jax.tree.structure(0) or jnp.ndim(number):
             shape = jax.tree.map(jnp.shape, number)
-            raise ValueError(f"{name} must return a scalar or a zerojax.Loss; its {part} has shape {shape}. Take the mean "
-                             "over the rows; for (loss, extras) return zerojax.Loss(total, weight, metrics=...)")  # fmt: skip
+            raise ValueError(
+                f"{name} must return a scalar or a zerojax.Loss; its {part} has shape {shape}. Take the mean over the "
+                "rows; for (loss, extras) return zerojax.Loss(total, weight, metrics=...)"
+            )
     if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
         raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
     total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) for x in (loss.total, loss.weight))

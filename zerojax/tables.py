@@ -30,6 +30,15 @@ def size(bytes: float) -> str:
     return text
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things, for people.
+
+    >>> count(1, "device"), count(8, "simulated CPU device")
+    ('1 device', '8 simulated CPU devices')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def render(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "", width: int = 120) -> str:
     """A table in plain text without colour codes, no line longer than ``width``.
 

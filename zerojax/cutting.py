@@ -1,0 +1,292 @@
+"""Cuts a traced loss into gather units: consecutive equations, and the parameters that they use.
+
+What is only another view of parameters (a cast, a transpose, a broadcast) belongs to every unit that uses it: it is
+made again there and kept nowhere. What is not known here (branches, custom derivatives, loops over parameters that are
+not stacked) has its parameters gathered just before it, all together.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+
+from zerojax import jaxprs
+from zerojax.collectives import TOGETHER_BELOW
+from zerojax.plan import Leaf
+from zerojax.precision import is_floating
+
+_VIEWS = frozenset(
+    [
+        *("add", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "exp", "integer_pow", "log"),
+        *("logistic", "max", "min", "mul", "neg", "pow", "reduce_precision", "reshape", "rev", "rsqrt", "select_n"),
+        *("slice", "sqrt", "square", "squeeze", "sub", "tanh", "transpose"),
+    ]
+)  # element by element, or only another order: not worth keeping
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive equations and the parameters that they use.
+
+    Attributes:
+      params: numbers of the parameters that are whole while it runs.
+      look: ``whole parameters -> views``, that which the equations read of them.
+      viewed: the variables that these views are.
+      active, passive: the other inputs; gradients flow through active ones.
+      results, others: outputs that gradients flow through, and others.
+      call: ``(*views, *active, *passive) -> [*results, *others]``; not for a loop.
+      loop: of a scan over stacked parameters.
+    """
+
+    params: tuple[int, ...]
+    look: Callable[[list[jax.Array]], list[jax.Array]]
+    viewed: tuple[Var, ...]
+    active: tuple[Var, ...]
+    passive: tuple[Var, ...]
+    results: tuple[Var, ...]
+    others: tuple[Var, ...]
+    call: Callable[..., list[jax.Array]]
+    loop: "Loop | None" = None
+
+    def given(self, views: list, active: list, passive: list) -> dict[Var, Any]:
+        """Its inputs by variable."""
+        return dict(zip((*self.viewed, *self.active, *self.passive), (*views, *active, *passive), strict=True))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Where gradients flow in a scan: variables of one turn (``..._in``, ``..._out``) beside those of the equation."""
+
+    consts_in: list[Var]
+    consts: list[Any]
+    carried_in: list[Var]
+    carried_out: list[Any]
+    carried: list[Any]
+    carried_results: list[Var]
+    scanned_in: list[Var]
+    scanned: list[Any]
+    collected_out: list[Any]
+    collected_results: list[Var]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan over stacked parameters.
+
+    Attributes:
+      eqn, scan: the equation and its parts.
+      stacks: the number of the parameter by the position at which the equation takes it as a stack of layers.
+      program: one turn, as equations.
+      body: one turn, as a unit whose parameters are layers, numbered by their order in ``stacks``.
+    """
+
+    eqn: JaxprEqn
+    scan: jaxprs.Scan
+    stacks: dict[int, int]
+    program: jaxprs.Program
+    body: Unit
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the stacked parameters that the body uses."""
+        return [list(self.stacks.values())[i] for i in self.body.params]
+
+    def parts(self, given: dict[Var, Any]) -> tuple[list, list, list]:
+        """Constants, what is carried at first, and what is scanned over; ``None`` for the stacks."""
+        everything = [None if i in self.stacks else _read(given, atom) for i, atom in enumerate(self.eqn.invars)]
+        return self._split(everything)
+
+    def enter(self, consts: list, carried: list, scanned: list) -> dict[Var, Any]:
+        """What a turn begins with, by variable."""
+        return dict(zip(self.program.inputs, (*consts, *carried, *scanned), strict=True)) | self.program.constants
+
+    def restored(self, consts: list, scanned: list) -> list:
+        """What a turn need not keep, since it is there in both directions."""
+        return [*consts, *(a for a in scanned if a is not None)]
+
+    def flow(self, unit: Unit) -> Flow:
+        """Where gradients flow; through all floating numbers that are carried."""
+        flows = {*unit.active, *unit.viewed}
+        pairs = list(zip(self.program.inputs, self.eqn.invars, strict=True))
+        stacked = [pairs[i] for i in self.stacks]
+        consts, carried, scanned = self._split([pair for pair in pairs])
+        consts = [(var, atom) for var, atom in consts if _is_in(atom, flows)]
+        scanned = [(var, atom) for var, atom in scanned if _is_in(atom, flows) and (var, atom) not in stacked]
+        outputs = list(zip(self.program.outputs, self.eqn.outvars, strict=True))
+        results = outputs[: self.scan.carried]
+        moving = [i for i, (var, _) in enumerate(carried) if is_floating(var.aval)]
+        collected = [(atom, var) for atom, var in outputs[self.scan.carried :] if var in unit.results]
+        return Flow(
+            *_unzip(consts),
+            [carried[i][0] for i in moving],
+            [results[i][0] for i in moving],
+            [carried[i][1] for i in moving],
+            [results[i][1] for i in moving],
+            *_unzip(scanned),
+            *_unzip(collected),
+        )
+
+    def _split(self, inputs: list) -> tuple[list, list, list]:
+        first, second = self.scan.constants, self.scan.constants + self.scan.carried
+        return inputs[:first], inputs[first:second], inputs[second:]
+
+
+def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
+    """The program as units, in the order in which they run.
+
+    A unit is full when one more parameter would make it larger than the largest parameter is, or than what travels
+    together anyway. A scan over stacked parameters is a unit of its own.
+
+    Args:
+      program: the loss; its first inputs are the parameters.
+      leaves: where each parameter is partitioned.
+    """
+    maker = _Maker(program, program.inputs[: len(leaves)])
+    stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}
+    sizes = [leaf.size for leaf in leaves]
+    plain = [maker.params_of(eqn, stacks.get(id(eqn), ())) for eqn in maker.eqns]
+    limit = max([TOGETHER_BELOW, *(sizes[i] for params in plain for i in params)])
+    groups: list[list[JaxprEqn]] = [[]]
+    used: set[int] = set()
+    for eqn, params in zip(maker.eqns, plain, strict=True):
+        full = used and params - used and sum(sizes[i] for i in used | params) > limit
+        if full or id(eqn) in stacks:
+            groups.append([])
+            used = set()
+        groups[-1].append(eqn)
+        used |= params
+        if id(eqn) in stacks:
+            groups.append([])
+            used = set()
+    groups = [group for group in groups if group]
+    wanted = _wanted_of(groups, program.outputs, maker)
+    return [maker.unit(group, want, stacks.get(id(group[0]))) for group, want in zip(groups, wanted, strict=True)]
+
+
+def read(values: dict[Var, Any], atoms: Iterable[Any]) -> list:
+    """The value of each variable or literal."""
+    return [_read(values, atom) for atom in atoms]
+
+
+def _read(values: dict[Var, Any], atom: Any) -> Any:
+    if not isinstance(atom, Literal):
+        return values[atom]
+    aval: Any = atom.aval
+    return jnp.asarray(atom.val, aval.dtype)
+
+
+def _wanted_of(groups: list[list[JaxprEqn]], outputs: Sequence[Any], maker: "_Maker") -> list[list[Var]]:
+    """Of each group, the variables that are wanted later; of the last also the views that the program returns."""
+    later = set(jaxprs.variables(outputs))
+    wanted = []
+    for group in reversed(groups):
+        made = [var for eqn in group for var in eqn.outvars if var in later]
+        wanted.append(made if wanted else made + [var for var in jaxprs.variables(outputs) if var in maker.roots])
+        later.update(var for eqn in group for var in jaxprs.variables(eqn.invars))
+    return wanted[::-1]
+
+
+def _stacks(eqn: JaxprEqn, numbers: dict[Var, int], leaves: Sequence[Leaf]) -> dict[int, int]:
+    """Position and number of the parameters of which this scan takes one layer a turn, partitioned within the layer."""
+    scan = jaxprs.scan_of(eqn)
+    if scan is None:
+        return {}
+    found = {}
+    for position in range(scan.constants + scan.carried, len(eqn.invars)):
+        atom = eqn.invars[position]
+        number = numbers.get(atom) if isinstance(atom, Var) else None
+        if number is not None and leaves[number].dim:  # neither whole nor partitioned along the layers
+            found[position] = number
+    return found
+
+
+class _Maker:
+    """Makes units of the equations of one program.
+
+    Attributes:
+      eqns: all but views of parameters.
+      numbers: of the parameters.
+      roots: the parameters on which each view depends; a parameter is a view of itself.
+    """
+
+    def __init__(self, program: jaxprs.Program, params: Sequence[Var], active: Iterable[Var] = ()):
+        self.numbers = {var: i for i, var in enumerate(params)}
+        self.roots = {var: {i} for var, i in self.numbers.items()}
+        self.eqns: list[JaxprEqn] = []
+        self._params, self._views, self._active = params, {}, set(active)
+        for eqn in program.eqns:
+            inputs = jaxprs.variables(eqn.invars)
+            if inputs and all(var in self.roots for var in inputs) and _is_view(eqn):
+                self._views[eqn.outvars[0]] = eqn
+                self.roots[eqn.outvars[0]] = set().union(*(self.roots[var] for var in inputs))
+                continue
+            self.eqns.append(eqn)
+            if any(var in self.roots or var in self._active for var in inputs):
+                self._active.update(var for var in eqn.outvars if is_floating(var.aval))
+
+    def params_of(self, eqn: JaxprEqn, besides: Iterable[int] = ()) -> set[int]:
+        """Numbers of the parameters that an equation reads, but for those at some positions."""
+        atoms = [atom for i, atom in enumerate(eqn.invars) if i not in besides]
+        return set().union(*(self.roots.get(var, ()) for var in jaxprs.variables(atoms)))
+
+    def unit(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Var], stacks: dict[int, int] | None = None) -> Unit:
+        """The unit of consecutive equations of which some variables are wanted later."""
+        made = {var for eqn in eqns for var in eqn.outvars}
+        atoms = [atom for eqn in eqns for i, atom in enumerate(eqn.invars) if not (stacks and i in stacks)]
+        reads = jaxprs.variables([*atoms, *(var for var in wanted if var not in made)])
+        viewed = tuple(var for var in reads if var in self.roots)
+        inputs = [var for var in reads if var not in made and var not in self.roots]
+        active = tuple(var for var in inputs if var in self._active)
+        passive = tuple(var for var in inputs if var not in self._active)
+        results = tuple(var for var in wanted if var in self._active or var in self.roots)
+        others = tuple(var for var in wanted if var not in results)
+        params = tuple(sorted(set().union(*(self.roots[var] for var in viewed))))
+        look = jaxprs.function(self._makers(viewed), [self._params[i] for i in params], viewed)
+        call = jaxprs.function(eqns, (*viewed, *active, *passive), (*results, *others))
+        scan = jaxprs.scan_of(eqns[0]) if stacks else None
+        loop = self._loop(eqns[0], scan, stacks) if scan and stacks else None
+        return Unit(params, lambda whole: look(*whole), viewed, active, passive, results, others, call, loop)
+
+    def _loop(self, eqn: JaxprEqn, scan: jaxprs.Scan, stacks: dict[int, int]) -> Loop:
+        program = jaxprs.inline(scan.body)
+        carries = range(scan.constants, scan.constants + scan.carried)
+        active = [
+            var
+            for i, (var, atom) in enumerate(zip(program.inputs, eqn.invars, strict=True))
+            if is_floating(var.aval) and (i in carries or _is_in(atom, self._active) or _is_in(atom, self.roots))
+        ]
+        maker = _Maker(program, [program.inputs[i] for i in stacks], active)
+        made = {var for inner in maker.eqns for var in inner.outvars} | set(maker.roots)
+        wanted = [var for var in jaxprs.variables(program.outputs) if var in made]
+        return Loop(eqn, scan, stacks, program, maker.unit(maker.eqns, wanted))
+
+    def _makers(self, views: Iterable[Var]) -> list[JaxprEqn]:
+        """The equations that make these views, in order."""
+        needed: dict[Var, JaxprEqn] = {}
+
+        def visit(var):
+            if var in self._views and var not in needed:
+                for inner in jaxprs.variables(self._views[var].invars):
+                    visit(inner)
+                needed[var] = self._views[var]
+
+        for var in views:
+            visit(var)
+        return list(needed.values())
+
+
+def _is_view(eqn: JaxprEqn) -> bool:
+    out = eqn.outvars[0]
+    return eqn.primitive.name in _VIEWS and is_floating(out.aval) and not isinstance(out, DropVar)
+
+
+def _is_in(atom: Any, variables: Any) -> bool:
+    return not isinstance(atom, Literal) and atom in variables
+
+
+def _unzip(pairs: Iterable[tuple]) -> tuple[list, list]:
+    pairs = list(pairs)
+    return [first for first, _ in pairs], [second for _, second in pairs]

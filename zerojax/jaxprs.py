@@ -1,0 +1,118 @@
+"""Traced functions as lists of equations: all that the library knows of jaxprs, and how JAX's versions differ."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function as equations without nested ``jit``.
+
+    Attributes:
+      eqns: in the order in which they run.
+      inputs: one variable for each array that the function takes.
+      outputs: variables or `Literal`.
+      constants: arrays that the function closes over.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Any, ...]
+    constants: dict[Var, Any]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The parts of a ``scan`` equation: its inputs are constants, then what is carried, then what is scanned over."""
+
+    body: ClosedJaxpr
+    constants: int
+    carried: int
+    length: int
+    reverse: bool
+
+
+def trace(fn: Callable, *args: Any) -> tuple[Program, Any]:
+    """``fn`` as a program, and the tree structure of what it returns."""
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return inline(closed), jax.tree.structure(out)
+
+
+def inline(closed: ClosedJaxpr) -> Program:
+    """The program with the equations of nested ``jit`` in place of the calls; named scopes are kept.
+
+    >>> [eqn.primitive.name for eqn in inline(jax.make_jaxpr(lambda x: jax.jit(jax.lax.sin)(x) + 1)(1.0)).eqns]
+    ['sin', 'add']
+    """
+    eqns: list[JaxprEqn] = []
+    constants: dict[Var, Any] = {}
+
+    def enter(closed, inputs, scope):
+        here = dict(zip(closed.jaxpr.invars, inputs, strict=True))  # new names: a jaxpr may be called more than once
+        for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            here[var] = Var(var.aval)
+            constants[here[var]] = value
+
+        def read(atom):
+            return atom if isinstance(atom, Literal) else here[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            inner = [read(atom) for atom in eqn.invars]
+            source = eqn.source_info.replace(name_stack=scope + eqn.source_info.name_stack)
+            if _is_plain_jit(eqn):
+                outputs = enter(eqn.params["jaxpr"], inner, source.name_stack)
+            else:
+                outputs = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
+                eqns.append(eqn.replace(invars=inner, outvars=outputs, source_info=source))
+            here.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in closed.jaxpr.outvars]
+
+    inputs = tuple(Var(var.aval) for var in closed.jaxpr.invars)
+    scope = type(closed.jaxpr.eqns[0].source_info.name_stack)() if closed.jaxpr.eqns else None
+    outputs = enter(closed, inputs, scope)
+    return Program(tuple(eqns), inputs, tuple(outputs), constants)
+
+
+def function(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Any]) -> Callable[..., list]:
+    """``f(*arrays) -> list of arrays`` that runs these equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    debug = core.DebugInfo("unit", "unit", ("",) * len(inputs), ("",) * len(outputs))
+    jaxpr = Jaxpr((), inputs, outputs, eqns, effects, debug)
+    return core.jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+
+
+def scan_of(eqn: JaxprEqn) -> Scan | None:
+    """The parts of a scan; ``None`` for other equations, and for a scan in a form that is not known."""
+    params = eqn.params
+    if eqn.primitive.name != "scan":
+        return None
+    if "num_consts" in params:  # until jax 0.11
+        constants, carried = params["num_consts"], params["num_carry"]
+    elif "ft_in" in params:
+        constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    else:
+        return None
+    return Scan(params["jaxpr"], constants, carried, params["length"], params["reverse"])
+
+
+def variables(atoms: Sequence[Any]) -> list[Var]:
+    """Those that are no literals, each once, in their order."""
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def has_program(eqn: JaxprEqn) -> bool:
+    """Whether the equation holds a function of its own: a loop, a branch, a custom derivative, ..."""
+    return any(True for _ in core.jaxprs_in_params(eqn.params))
+
+
+def _is_plain_jit(eqn: JaxprEqn) -> bool:
+    """A ``jit`` that states no placement; one that does is left as it is."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    placements = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(type(placement).__name__ == "UnspecifiedValue" for placement in placements)

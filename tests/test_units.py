@@ -10,6 +10,7 @@ from jax import lax
 from reference import assert_close, make_mesh, wave
 
 import zerojax
+from zerojax import cutting
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 
@@ -259,3 +260,53 @@ def test_gradients_of_every_structure(name, stage):
     assert float(loss) == pytest.approx(float(right_loss), rel=1e-5)
     assert grads.pop("count") is None
     assert_close(jax.device_get(grads), right_grads)
+
+
+# ---- what is whole at a time ----
+
+WIDE = 64
+LAYER_BYTES = 2 * 4 * WIDE * WIDE * 4  # of one layer, whole
+
+
+def stack_of(layers: int):
+    def init_fn(key):
+        return {"up": jnp.zeros((layers, WIDE, 4 * WIDE)), "down": jnp.zeros((layers, 4 * WIDE, WIDE))}
+
+    return init_fn
+
+
+def unrolled_layers(layers: int):
+    def init_fn(key):
+        return [{name: a[0] for name, a in stack_of(1)(key).items()} for _ in range(layers)]
+
+    return init_fn
+
+
+def through(w, x):
+    return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+
+def scan_loss(p, x):
+    return mean_square(lax.scan(lambda x, w: (through(w, x), None), x, p)[0])
+
+
+def unrolled_loss(p, x):
+    return mean_square(functools.reduce(lambda x, w: through(w, x), p, x))
+
+
+def temporaries(init_fn, loss_fn, stage: int) -> int:
+    """Bytes that a gradient needs beside parameters, rows and result; with so few rows, nearly all of parameters."""
+    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), zerojax.ZeroConfig(stage=stage))
+    rows = jax.ShapeDtypeStruct((8, WIDE), jnp.float32, sharding=plan.batch_sharding)
+    f = jax.jit(zerojax.value_and_grad(loss_fn, plan), out_shardings=(None, plan.state_shardings.params))
+    return zerojax.report(f, plan.abstract_state.params, rows).memory.temp
+
+
+@pytest.mark.parametrize(("layers_of", "loss_fn"), [(stack_of, scan_loss), (unrolled_layers, unrolled_loss)])
+def test_twice_the_layers_make_no_more_whole_at_a_time(layers_of, loss_fn, monkeypatch):
+    """One unit in use and one on its way; what grows with the layers are shards and a few rows."""
+    monkeypatch.setattr(cutting, "TOGETHER_BELOW", LAYER_BYTES // 4)
+    few, many = (temporaries(layers_of(layers), loss_fn, 3) for layers in (4, 8))
+    assert many <= 4.2 * LAYER_BYTES  # two layers, a gradient, and the shards of one on their way
+    assert many - few <= 0.1 * LAYER_BYTES
+    assert temporaries(layers_of(8), loss_fn, 1) >= 8 * 2 * LAYER_BYTES  # all parameters and all gradients

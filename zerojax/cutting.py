@@ -251,7 +251,7 @@ class _Maker:
         return Unit(params, lambda whole: look(*whole), viewed, active, passive, results, others, call, loop)
 
     def _loop(self, eqn: JaxprEqn, scan: jaxprs.Scan, stacks: dict[int, int]) -> Loop:
-        program = jaxprs.inline(scan.body)
+        program = jaxprs.inline(scan.body, stacks)
         carries = range(scan.constants, scan.constants + scan.carried)
         active = [
             var

@@ -1,6 +1,6 @@
 """Traced functions as lists of equations: all that the library knows of jaxprs, and how JAX's versions differ."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 @dataclass(frozen=True)
 class Program:
-    """A function as equations without nested ``jit``.
+    """A function as equations, with no nested ``jit`` that takes parameters.
 
     Attributes:
       eqns: in the order in which they run.
@@ -37,20 +37,28 @@ class Scan:
     reverse: bool
 
 
-def trace(fn: Callable, *args: Any) -> tuple[Program, Any]:
-    """``fn`` as a program, and the tree structure of what it returns."""
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return inline(closed), jax.tree.structure(out)
+def trace(fn: Callable, params: list, *args: Any) -> tuple[Program, Any]:
+    """``fn(params, *args)`` as a program, and the tree structure of what it returns."""
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(params, *args)
+    return inline(closed, range(len(params))), jax.tree.structure(out)
 
 
-def inline(closed: ClosedJaxpr) -> Program:
-    """The program with the equations of nested ``jit`` in place of the calls; named scopes are kept.
+def inline(closed: ClosedJaxpr, params: Collection[int]) -> Program:
+    """The program with the equations of nested ``jit`` in place of calls that take parameters; named scopes are kept.
 
-    >>> [eqn.primitive.name for eqn in inline(jax.make_jaxpr(lambda x: jax.jit(jax.lax.sin)(x) + 1)(1.0)).eqns]
-    ['sin', 'add']
+    Other calls stay: JAX differentiates them as one, and keeps less for backward.
+
+    Args:
+      params: which inputs are parameters.
+
+    >>> closed = jax.make_jaxpr(lambda w, x: jax.jit(jax.lax.mul)(w, jax.jit(jax.lax.sin)(x)))(1.0, 1.0)
+    >>> [eqn.primitive.name for eqn in inline(closed, params=[0]).eqns]
+    ['jit', 'mul']
     """
     eqns: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}
+    inputs = tuple(Var(var.aval) for var in closed.jaxpr.invars)
+    of_params = {inputs[i] for i in params}  # parameters, and what is made of nothing else
 
     def enter(closed, inputs, scope):
         here = dict(zip(closed.jaxpr.invars, inputs, strict=True))  # new names: a jaxpr may be called more than once
@@ -64,15 +72,17 @@ def inline(closed: ClosedJaxpr) -> Program:
         for eqn in closed.jaxpr.eqns:
             inner = [read(atom) for atom in eqn.invars]
             source = eqn.source_info.replace(name_stack=scope + eqn.source_info.name_stack)
-            if _is_plain_jit(eqn):
+            own = variables(inner)
+            if _is_plain_jit(eqn) and any(var in of_params for var in own):
                 outputs = enter(eqn.params["jaxpr"], inner, source.name_stack)
             else:
                 outputs = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=inner, outvars=outputs, source_info=source))
+                if own and all(var in of_params for var in own):
+                    of_params.update(outputs)
             here.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in closed.jaxpr.outvars]
 
-    inputs = tuple(Var(var.aval) for var in closed.jaxpr.invars)
     scope = type(closed.jaxpr.eqns[0].source_info.name_stack)() if closed.jaxpr.eqns else None
     outputs = enter(closed, inputs, scope)
     return Program(tuple(eqns), inputs, tuple(outputs), constants)

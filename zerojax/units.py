@@ -56,17 +56,26 @@ def gradient(
     def run(turn, *args):
         program, treedef = jaxprs.trace(objective, shapes, *args)
         values = dict(zip(program.inputs[len(held) :], jax.tree.leaves(args), strict=True)) | program.constants
-        forward = _Pass(held, leaves, traffic, turn)
-        tape = [(unit, _forward(unit, values, forward)) for unit in cut(program, leaves)]
+        way = _Pass(held, leaves, traffic, turn)
+        tape = [(unit, _forward(unit, values, way)) for unit in cut(program, leaves)]
         total, aux = treedef.unflatten(read(values, program.outputs))
-        cotangents, grads = _Sums(), _Sums()
-        cotangents.add(program.outputs[:1], [jnp.ones_like(total)])
-        backward = _Pass(held, leaves, traffic, total)
-        for unit, back in reversed(tape):
-            _backward(unit, back, cotangents, grads, aux, backward)
+        cotangents = _Sums({program.outputs[0]: jnp.ones_like(total)})
+        grads = _all_back(tape, cotangents, aux, _Pass(held, leaves, traffic, total))
         return (total, aux), [grads.get(i) for i in range(len(held))]
 
     return run
+
+
+def _all_back(tape: list[tuple[Unit, Callable]], cotangents: "_Sums", aux: Any, way: "_Pass") -> "_Sums":
+    """The reduced gradients. That of a parameter of several units waits for the first of them, and travels once."""
+    first = {i: number for number, (unit, _) in reversed(list(enumerate(tape))) for i in unit.params}
+    grads, waiting = _Sums(), _Sums()
+    for number, (unit, back) in reversed(list(enumerate(tape))):
+        if any(var in cotangents for var in unit.results):  # else the loss does not depend on it
+            _backward(unit, back, cotangents, waiting, grads, aux, way)
+        ready = [i for i in unit.params if i in waiting and first[i] == number]
+        grads.add(ready, way.reduce([waiting.pop(i) for i in ready], way.leaves(ready), aux))
+    return grads
 
 
 class _Sums(dict):
@@ -143,17 +152,14 @@ def _forward(unit: Unit, values: dict, way: _Pass) -> Callable:
     return back
 
 
-def _backward(unit: Unit, back: Callable, cotangents: _Sums, grads: _Sums, aux: Any, way: _Pass):
-    """Add the cotangents of a unit's inputs, and the reduced gradients of its parameters."""
-    if not any(var in cotangents for var in unit.results):
-        return  # the loss does not depend on it
-    leaves = way.leaves(unit.params)
-    views, look_back = jax.vjp(unit.look, way.whole(way.held(unit.params), leaves))
+def _backward(unit: Unit, back: Callable, cotangents: _Sums, waiting: _Sums, grads: _Sums, aux: Any, way: _Pass):
+    """Add the cotangents of a unit's inputs, whole gradients that wait to be reduced, and reduced ones of stacks."""
+    views, look_back = jax.vjp(unit.look, way.whole(way.held(unit.params), way.leaves(unit.params)))
     of_views, of_active, of_stacks = back(views, cotangents.of(unit.results), aux, way)
     (of_whole,) = look_back(of_views)
     way.done([*of_active, *of_whole])
     cotangents.add(unit.active, of_active)
-    grads.add(unit.params, way.reduce(of_whole, leaves, aux))
+    waiting.add(unit.params, of_whole)
     grads.add(of_stacks.keys(), of_stacks.values())
 
 

@@ -208,3 +208,20 @@ def test_another_active_mesh_around_value_and_grad():
     _, state, step = prepare(even_params(), SGD, mesh=explicit)
     with jax.set_mesh(explicit):  # the library's own steps do not mind
         step(state, even_batch())
+
+
+@pytest.mark.parametrize(("call", "says"), [
+    (lambda m: zerojax.make_plan(even_params(), optax.sgd(0.1), m), "lambda key: params"),
+    (lambda m: zerojax.make_plan(lambda key: even_params(), optax.sgd(0.1), m, 3), r"ZeroConfig\(stage=3\)"),
+    (lambda m: zerojax.init_state(*prepared(m)[:3], 0), r"jax\.random\.key\(0\)"),
+    (lambda m: zerojax.value_and_grad(lambda params: 0.0, prepared(m)[2]), "not closed over"),
+    (lambda m: zerojax.ZeroConfig(precision="bf16"), "'c=bf16'"),
+])  # fmt: skip
+def test_arguments_of_the_wrong_kind(call, says):
+    with pytest.raises(ValueError, match=says):
+        call(make_mesh())
+
+
+def prepared(mesh):
+    init_fn, tx = lambda key: even_params(), optax.sgd(0.1)
+    return init_fn, tx, zerojax.make_plan(init_fn, tx, mesh)

@@ -69,7 +69,9 @@ class Precision:
             key, equals, value = (p.strip() for p in part.partition("="))
             name = _KEYS.get(key, key)
             if not equals or name not in _KEYS.values() or name in found:
-                raise ValueError(f"cannot read {part!r} in precision {text!r}; write for example 'p=f32,c=bf16,r=f32'")
+                raise ValueError(
+                    f"cannot read {part!r} in precision {text!r}; write for example 'c=bf16' or 'p=f32,c=bf16,r=f32'"
+                )
             found[name] = value
         return cls(**found)
 

@@ -206,7 +206,14 @@ def make_plan(
     >>> plan.params[0].dim, plan.bytes_per_device("params")
     (1, 192)
     """
-    config = config or ZeroConfig()
+    config = ZeroConfig() if config is None else config
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(f"config must be a zerojax.ZeroConfig, such as ZeroConfig(stage=3), not {config!r}")
+    if not callable(init_fn):
+        raise ValueError(
+            "init_fn must be a function of a key, and tx and mesh come after it; for parameters that exist already "
+            "write make_plan(lambda key: params, tx, mesh)"
+        )
     mesh = _with_auto_axes(mesh)
     _check_axes(mesh, config)
     with mesh_context(mesh):

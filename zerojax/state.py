@@ -44,6 +44,8 @@ def init_state(
         raise ValueError("the plan's mesh has no devices, so no state can be made on it; make the plan on a real mesh")
     check_transform(tx, plan)
     shardings = plan.state_shardings
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key must be a key such as jax.random.key(0), not {key!r}")
     key = jax.device_put(key, plan.replicated)  # a key made under another active mesh carries that mesh
 
     init = born(init_fn, plan.config)

@@ -221,6 +221,57 @@ def printed(p, b):
     return mean_square(x)
 
 
+@loss
+def one_stack_twice(p, b):
+    pair = (p["up"], p["up"])
+    return mean_square(lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1].T, None), b["x"], pair)[0])
+
+
+@loss
+def literals_carried(p, b):
+    def turn(carry, w):
+        x, total, half = carry
+        return (layer(w, x) * half, total + jnp.mean(x**2), 0.5), None
+
+    (x, total, _), _ = lax.scan(turn, (b["x"], 0.0, 1.0), stacked(p))
+    return mean_square(x) + total
+
+
+@loss
+def complex_numbers(p, b):
+    z = jnp.fft.fft(layer(at(p, 0), b["x"])) * jnp.mean(p["embed"])
+    z, _ = lax.scan(lambda z, w: (z @ w["up"] @ w["down"], None), z, stacked(p))
+    return mean_square(jnp.abs(z))
+
+
+@loss
+def metrics_without_a_gradient(p, b):
+    """The gradient of the norm of zeros is not a number; nothing asks for it."""
+    x, norms = lax.scan(lambda x, w: (layer(w, x), jnp.linalg.norm(w["bias"] * 0)), b["x"], stacked(p))
+    return zerojax.Loss(jnp.sum(x**2), x.size, {"norm": jnp.linalg.norm(p["scale"] * 0), "norms": norms.sum()})
+
+
+@loss
+def carried_without_a_gradient(p, b):
+    """A while loop has no reverse derivative, and needs none."""
+
+    def turn(carry, w):
+        x, number = carry
+        number = lax.while_loop(lambda n: n > 1, lambda n: n / 2, number + 2)
+        return (layer(w, x) * number, number), None
+
+    stopped = lax.while_loop(lambda n: n > 1, lambda n: n / 2, lax.stop_gradient(jnp.sum(p["embed"] ** 2)))
+    return mean_square(lax.scan(turn, (b["x"], jnp.float32(0)), stacked(p))[0][0]) * stopped
+
+
+@loss
+def mutable_arrays(p, b):
+    ref = jax.new_ref(b["x"])
+    ref[...] += layer(at(p, 0), ref[...])
+    ref[...] += lax.scan(lambda x, w: (layer(w, x), None), ref[...], stacked(p))[0]
+    return mean_square(ref[...])
+
+
 def value(fn):
     """The loss as a scalar on the whole batch."""
 

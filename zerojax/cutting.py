@@ -21,10 +21,12 @@ from zerojax.precision import is_floating
 _VIEWS = frozenset(
     [
         *("add", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "exp", "integer_pow", "log"),
-        *("logistic", "max", "min", "mul", "neg", "pow", "reduce_precision", "reshape", "rev", "rsqrt", "select_n"),
-        *("slice", "sqrt", "square", "squeeze", "sub", "tanh", "transpose"),
+        *("logistic", "max", "min", "mul", "name", "neg", "pad", "pow", "reduce_precision", "reshape", "rev", "rsqrt"),
+        *("select_n", "sharding_constraint", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub"),
+        *("tanh", "transpose"),
     ]
 )  # element by element, or only another order: not worth keeping
+_STOPS = frozenset(["ceil", "floor", "round", "sign", "stop_gradient"])  # gradients do not flow through these
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Loop:
       stacks: the number of the parameter by the position at which the equation takes it as a stack of layers.
       program: one turn, as equations.
       body: one turn, as a unit whose parameters are layers, numbered by their order in ``stacks``.
+      moving: positions among what is carried that gradients flow through.
     """
 
     eqn: JaxprEqn
@@ -88,6 +91,7 @@ class Loop:
     stacks: dict[int, int]
     program: jaxprs.Program
     body: Unit
+    moving: tuple[int, ...]
 
     @property
     def numbers(self) -> list[int]:
@@ -108,7 +112,7 @@ class Loop:
         return [*consts, *(a for a in scanned if a is not None)]
 
     def flow(self, unit: Unit) -> Flow:
-        """Where gradients flow; through all floating numbers that are carried."""
+        """Where gradients flow."""
         flows = {*unit.active, *unit.viewed}
         pairs = list(zip(self.program.inputs, self.eqn.invars, strict=True))
         stacked = [pairs[i] for i in self.stacks]
@@ -117,14 +121,13 @@ class Loop:
         scanned = [(var, atom) for var, atom in scanned if _is_in(atom, flows) and (var, atom) not in stacked]
         outputs = list(zip(self.program.outputs, self.eqn.outvars, strict=True))
         results = outputs[: self.scan.carried]
-        moving = [i for i, (var, _) in enumerate(carried) if is_floating(var.aval)]
         collected = [(atom, var) for atom, var in outputs[self.scan.carried :] if var in unit.results]
         return Flow(
             *_unzip(consts),
-            [carried[i][0] for i in moving],
-            [results[i][0] for i in moving],
-            [carried[i][1] for i in moving],
-            [results[i][1] for i in moving],
+            [carried[i][0] for i in self.moving],
+            [results[i][0] for i in self.moving],
+            [carried[i][1] for i in self.moving],
+            [results[i][1] for i in self.moving],
             *_unzip(scanned),
             *_unzip(collected),
         )
@@ -144,8 +147,11 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
       program: the loss; its first inputs are the parameters.
       leaves: where each parameter is partitioned.
     """
-    maker = _Maker(program, program.inputs[: len(leaves)])
+    maker = _Maker(program, program.inputs[: len(leaves)], program.outputs[:1])
     stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}
+    if any(jaxprs.writes(eqn) for eqn in maker.eqns):  # what is written and read must not be torn apart
+        maker.active.update(var for eqn in maker.eqns for var in eqn.outvars if _is_inexact(var.aval))
+        return [maker.unit(maker.eqns, _wanted_of([maker.eqns], program.outputs, maker)[0])]
     sizes = [leaf.size for leaf in leaves]
     plain = [maker.params_of(eqn, stacks.get(id(eqn), ())) for eqn in maker.eqns]
     limit = max([TOGETHER_BELOW, *(sizes[i] for params in plain for i in params)])
@@ -192,7 +198,7 @@ def _wanted_of(groups: list[list[JaxprEqn]], outputs: Sequence[Any], maker: "_Ma
 def _stacks(eqn: JaxprEqn, numbers: dict[Var, int], leaves: Sequence[Leaf]) -> dict[int, int]:
     """Position and number of the parameters of which this scan takes one layer a turn, partitioned within the layer."""
     scan = jaxprs.scan_of(eqn)
-    if scan is None:
+    if scan is None or any(jaxprs.writes(inner) for inner in scan.body.jaxpr.eqns):
         return {}
     found = {}
     for position in range(scan.constants + scan.carried, len(eqn.invars)):
@@ -210,22 +216,28 @@ class _Maker:
       eqns: all but views of parameters.
       numbers: of the parameters.
       roots: the parameters on which each view depends; a parameter is a view of itself.
+      active: variables that depend on parameters, or on active inputs, and on which a differentiated output depends.
     """
 
-    def __init__(self, program: jaxprs.Program, params: Sequence[Var], active: Iterable[Var] = ()):
+    def __init__(
+        self, program: jaxprs.Program, params: Sequence[Var], outputs: Iterable[Any], inputs: Iterable[Var] = ()
+    ):
         self.numbers = {var: i for i, var in enumerate(params)}
         self.roots = {var: {i} for var, i in self.numbers.items()}
         self.eqns: list[JaxprEqn] = []
-        self._params, self._views, self._active = params, {}, set(active)
+        self._params, self._views, moved = params, {}, set(inputs)
         for eqn in program.eqns:
-            inputs = jaxprs.variables(eqn.invars)
-            if inputs and all(var in self.roots for var in inputs) and _is_view(eqn):
-                self._views[eqn.outvars[0]] = eqn
-                self.roots[eqn.outvars[0]] = set().union(*(self.roots[var] for var in inputs))
+            read = jaxprs.variables(eqn.invars)
+            if read and all(var in self.roots for var in read) and _is_view(eqn):
+                for var in eqn.outvars:
+                    self._views[var] = eqn
+                    self.roots[var] = set().union(*(self.roots[inner] for inner in read))
                 continue
             self.eqns.append(eqn)
-            if any(var in self.roots or var in self._active for var in inputs):
-                self._active.update(var for var in eqn.outvars if is_floating(var.aval))
+            if eqn.primitive.name not in _STOPS and any(var in self.roots or var in moved for var in read):
+                moved.update(var for var in eqn.outvars if _is_inexact(var.aval))
+        self.moved, self.behind = moved, _behind(program, outputs)
+        self.active = self.moved & self.behind
 
     def params_of(self, eqn: JaxprEqn, besides: Iterable[int] = ()) -> set[int]:
         """Numbers of the parameters that an equation reads, but for those at some positions."""
@@ -239,9 +251,9 @@ class _Maker:
         reads = jaxprs.variables([*atoms, *(var for var in wanted if var not in made)])
         viewed = tuple(var for var in reads if var in self.roots)
         inputs = [var for var in reads if var not in made and var not in self.roots]
-        active = tuple(var for var in inputs if var in self._active)
-        passive = tuple(var for var in inputs if var not in self._active)
-        results = tuple(var for var in wanted if var in self._active or var in self.roots)
+        active = tuple(var for var in inputs if var in self.active)
+        passive = tuple(var for var in inputs if var not in self.active)
+        results = tuple(var for var in wanted if var in self.active or var in self.roots)
         others = tuple(var for var in wanted if var not in results)
         params = tuple(sorted(set().union(*(self.roots[var] for var in viewed))))
         look = jaxprs.function(self._makers(viewed), [self._params[i] for i in params], viewed)
@@ -252,16 +264,26 @@ class _Maker:
 
     def _loop(self, eqn: JaxprEqn, scan: jaxprs.Scan, stacks: dict[int, int]) -> Loop:
         program = jaxprs.inline(scan.body, stacks)
-        carries = range(scan.constants, scan.constants + scan.carried)
-        active = [
-            var
-            for i, (var, atom) in enumerate(zip(program.inputs, eqn.invars, strict=True))
-            if is_floating(var.aval) and (i in carries or _is_in(atom, self._active) or _is_in(atom, self.roots))
-        ]
-        maker = _Maker(program, [program.inputs[i] for i in stacks], active)
+        pairs = list(zip(program.inputs, eqn.invars, strict=True))
+        inputs = {var for var, atom in pairs if _is_in(atom, self.active) or _is_in(atom, self.roots)}
+        outputs = [a for a, var in zip(program.outputs, eqn.outvars, strict=True) if var in self.active]
+        carried_in = program.inputs[scan.constants : scan.constants + scan.carried]
+        carried_out = program.outputs[: scan.carried]
+        while True:  # what is carried may make more of what is carried depend on parameters, or matter
+            params = [program.inputs[i] for i in stacks]
+            maker = _Maker(program, params, outputs, inputs)
+            moved = {i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved | set(params))}
+            behind = [
+                o for i, o in zip(carried_in, carried_out, strict=True) if i in maker.behind and _is_inexact(i.aval)
+            ]
+            if moved <= inputs and all(isinstance(o, Literal) or o in outputs for o in behind):
+                break
+            inputs |= {var for var in moved if _is_inexact(var.aval)}
+            outputs += behind
+        moving = tuple(n for n, var in enumerate(carried_in) if var in inputs and var in maker.behind)
         made = {var for inner in maker.eqns for var in inner.outvars} | set(maker.roots)
         wanted = [var for var in jaxprs.variables(program.outputs) if var in made]
-        return Loop(eqn, scan, stacks, program, maker.unit(maker.eqns, wanted))
+        return Loop(eqn, scan, stacks, program, maker.unit(maker.eqns, wanted), moving)
 
     def _makers(self, views: Iterable[Var]) -> list[JaxprEqn]:
         """The equations that make these views, in order."""
@@ -278,9 +300,23 @@ class _Maker:
         return list(needed.values())
 
 
+def _behind(program: jaxprs.Program, outputs: Iterable[Any]) -> set[Var]:
+    """The variables on which these outputs depend."""
+    behind = set(jaxprs.variables(list(outputs)))
+    for eqn in reversed(program.eqns):
+        if any(var in behind for var in eqn.outvars) and eqn.primitive.name not in _STOPS:
+            behind.update(jaxprs.variables(eqn.invars))
+    return behind
+
+
 def _is_view(eqn: JaxprEqn) -> bool:
-    out = eqn.outvars[0]
-    return eqn.primitive.name in _VIEWS and is_floating(out.aval) and not isinstance(out, DropVar)
+    return eqn.primitive.name in _VIEWS and all(
+        is_floating(var.aval) and not isinstance(var, DropVar) for var in eqn.outvars
+    )
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.inexact)
 
 
 def _is_in(atom: Any, variables: Any) -> bool:

@@ -120,6 +120,11 @@ def has_program(eqn: JaxprEqn) -> bool:
     return any(True for _ in core.jaxprs_in_params(eqn.params))
 
 
+def writes(eqn: JaxprEqn) -> bool:
+    """Whether the equation makes or uses a mutable array."""
+    return any("Ref" in type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars))
+
+
 def _is_plain_jit(eqn: JaxprEqn) -> bool:
     """A ``jit`` that states no placement; one that does is left as it is."""
     if eqn.primitive.name not in ("jit", "pjit"):

@@ -350,8 +350,8 @@ def with_arguments(fn: Callable) -> Callable:
     if len(required) not in (2, 3, 4) or (len(required) == 4 and named):
         names = ", ".join(p.name for p in required)
         raise ValueError(
-            f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names}). What differs from row to "
-            "row is an argument, not closed over: each device is given its own rows"
+            f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names}). What differs from "
+            "row to row is an argument, not closed over: each device gets its own rows"
         )
 
     def call(params, batch, rng, model_state):

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 
 from zerojax import jaxprs
 from zerojax.cutting import Loop, Unit, cut, read
@@ -83,7 +84,8 @@ class _Sums(dict):
 
     def add(self, keys: Iterable[Hashable], arrays: Iterable[jax.Array]):
         for key, array in zip(keys, arrays, strict=True):
-            self[key] = self[key] + array if key in self else array
+            if not isinstance(key, Literal):
+                self[key] = self[key] + array if key in self else array
 
     def of(self, variables: Iterable[Any]) -> Arrays:
         """One for each variable, zeros where there is none."""
@@ -302,4 +304,6 @@ def _loop_back(unit: Unit, loop: Loop, inputs: dict, kept: Arrays, rebuild: Call
     of_inputs.add(flow.consts, of_consts)
     of_inputs.add(flow.carried, of_carried)
     of_inputs.add(flow.scanned, of_scanned)
-    return of_inputs.of(unit.viewed), of_inputs.of(unit.active), dict(zip(loop.numbers, sums, strict=True))
+    of_stacks = _Sums()
+    of_stacks.add(loop.numbers, sums)  # the scan may take one stack twice
+    return of_inputs.of(unit.viewed), of_inputs.of(unit.active), of_stacks

@@ -116,7 +116,7 @@ class Loop:
         flows = {*unit.active, *unit.viewed}
         pairs = list(zip(self.program.inputs, self.eqn.invars, strict=True))
         stacked = [pairs[i] for i in self.stacks]
-        consts, carried, scanned = self._split([pair for pair in pairs])
+        consts, carried, scanned = self._split(pairs)
         consts = [(var, atom) for var, atom in consts if _is_in(atom, flows)]
         scanned = [(var, atom) for var, atom in scanned if _is_in(atom, flows) and (var, atom) not in stacked]
         outputs = list(zip(self.program.outputs, self.eqn.outvars, strict=True))
@@ -148,10 +148,10 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
       leaves: where each parameter is partitioned.
     """
     maker = _Maker(program, program.inputs[: len(leaves)], program.outputs[:1])
-    stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}
     if any(jaxprs.writes(eqn) for eqn in maker.eqns):  # what is written and read must not be torn apart
         maker.active.update(var for eqn in maker.eqns for var in eqn.outvars if _is_inexact(var.aval))
         return [maker.unit(maker.eqns, _wanted_of([maker.eqns], program.outputs, maker)[0])]
+    stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}
     sizes = [leaf.size for leaf in leaves]
     plain = [maker.params_of(eqn, stacks.get(id(eqn), ())) for eqn in maker.eqns]
     limit = max([TOGETHER_BELOW, *(sizes[i] for params in plain for i in params)])
@@ -269,8 +269,8 @@ class _Maker:
         outputs = [a for a, var in zip(program.outputs, eqn.outvars, strict=True) if var in self.active]
         carried_in = program.inputs[scan.constants : scan.constants + scan.carried]
         carried_out = program.outputs[: scan.carried]
+        params = [program.inputs[i] for i in stacks]
         while True:  # what is carried may make more of what is carried depend on parameters, or matter
-            params = [program.inputs[i] for i in stacks]
             maker = _Maker(program, params, outputs, inputs)
             moved = {i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved | set(params))}
             behind = [

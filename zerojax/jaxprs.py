@@ -115,11 +115,6 @@ def variables(atoms: Sequence[Any]) -> list[Var]:
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
 
 
-def has_program(eqn: JaxprEqn) -> bool:
-    """Whether the equation holds a function of its own: a loop, a branch, a custom derivative, ..."""
-    return any(True for _ in core.jaxprs_in_params(eqn.params))
-
-
 def writes(eqn: JaxprEqn) -> bool:
     """Whether the equation makes or uses a mutable array."""
     return any("Ref" in type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars))

@@ -10,94 +10,32 @@ the machine's cores and memory: the figures show what a way adds to the work, no
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from gpt import Size, block_fn, init_fn, loss_fn, optimizer, parameters
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax import tables
 
-VOCABULARY, HEAD = 512, 64
 AGREE = 1e-4  # the most that the losses of two ways may differ
 BATCHES = 8  # different ones, in turn
 
 
-# ---- model ----
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Of the model, and rows of one step over all devices."""
-
-    width: int
-    layers: int
-    sequence: int
-    rows: int
-
-
-def init_fn(size: Size, key: Any) -> dict:
-    """Parameters of a GPT with unrolled layers, its head tied to the embedding."""
-    keys = iter(jax.random.split(key, 2 + 4 * size.layers))
-
-    def normal(*shape, scale=0.02):
-        return scale * jax.random.normal(next(keys), shape)
-
-    def norm():
-        return {"scale": jnp.ones(size.width), "bias": jnp.zeros(size.width)}
-
-    def block():
-        d, out = size.width, 0.02 / math.sqrt(2 * size.layers)
-        attention = {"qkv": normal(d, 3 * d), "out": normal(d, d, scale=out)}
-        mlp = {"up": normal(d, 4 * d), "up_bias": jnp.zeros(4 * d), "down": normal(4 * d, d, scale=out)}
-        return {"norm_1": norm(), **attention, "norm_2": norm(), **mlp, "down_bias": jnp.zeros(d)}
-
-    ends = {"embed": normal(VOCABULARY, size.width), "position": normal(size.sequence, size.width), "norm": norm()}
-    return {**ends, "blocks": [block() for _ in range(size.layers)]}
-
-
-def layer_norm(p, x):
-    return jax.nn.standardize(x, epsilon=1e-5) * p["scale"] + p["bias"]
-
-
-def block_fn(p, x):
-    rows, sequence, width = x.shape
-    h = layer_norm(p["norm_1"], x) @ p["qkv"]
-    q, k, v = jnp.moveaxis(h.reshape(rows, sequence, 3, width // HEAD, HEAD), 2, 0)
-    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
-    h = jax.nn.gelu(layer_norm(p["norm_2"], x) @ p["up"] + p["up_bias"])
-    return x + h @ p["down"] + p["down_bias"]
-
-
-def parameters(size: Size) -> int:
-    shapes = jax.eval_shape(lambda key: init_fn(size, key), jax.random.key(0))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-
-def loss_fn(params, tokens, block=block_fn, constrain=lambda x: x):
-    """Mean cross entropy of the next token; ``constrain`` sees what passes from block to block."""
-    x = constrain(params["embed"][tokens[:, :-1]] + params["position"])
-    for p in params["blocks"]:
-        x = constrain(block(p, x))
-    logits = layer_norm(params["norm"], x) @ params["embed"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
+# ---- the ways' data ----
 
 
 def batches(size: Size, sharding: NamedSharding) -> list[jax.Array]:
     """Tokens, small ones the likeliest, placed on the devices so that no step waits for them."""
     rng = np.random.default_rng(0)
-    draws = rng.random((BATCHES, size.rows, size.sequence + 1)) ** 3 * VOCABULARY
+    draws = rng.random((BATCHES, size.rows, size.sequence + 1)) ** 3 * size.vocabulary
     return [jax.device_put(tokens, sharding) for tokens in draws.astype(np.int32)]
 
 
@@ -152,7 +90,7 @@ def by_hand(name: str, size: Size, mesh: Mesh, placed: Callable, loss: Callable)
 
 
 def replicated(size: Size, mesh: Mesh) -> Way:
-    return by_hand("replicated", size, mesh, lambda shape: PartitionSpec(), loss_fn)
+    return by_hand("replicated", size, mesh, lambda shape: PartitionSpec(), partial(loss_fn, size))
 
 
 def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
@@ -164,15 +102,15 @@ def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 
     def gathering_block(p, x):
-        return block_fn(jax.lax.with_sharding_constraint(p, whole), x)
+        return block_fn(size, jax.lax.with_sharding_constraint(p, whole), x)
 
     def all_but_gathers(primitive, *_, **__):
         return primitive.name != "sharding_constraint"
 
     block = {
-        "": block_fn,
+        "": None,
         "gathers": jax.checkpoint(gathering_block, policy=all_but_gathers),
-        "blocks": jax.checkpoint(block_fn),
+        "blocks": jax.checkpoint(partial(block_fn, size)),
     }[recomputed]
 
     def placed(shape):
@@ -180,7 +118,7 @@ def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
         return PartitionSpec(*[None] * max(dims, key=lambda dim: shape[dim]), "data") if dims else PartitionSpec()
 
     def loss(params, tokens):
-        return loss_fn(params, tokens, block, lambda x: jax.lax.with_sharding_constraint(x, rows))
+        return loss_fn(size, params, tokens, block, lambda x: jax.lax.with_sharding_constraint(x, rows))
 
     return by_hand(" ".join(filter(None, ("FSDP", recomputed))), size, mesh, placed, loss)
 
@@ -190,7 +128,7 @@ def stage(size: Size, mesh: Mesh, number: int) -> Way:
     tx = optimizer()
     plan = zerojax.make_plan(lambda key: init_fn(size, key), tx, mesh, zerojax.ZeroConfig(stage=number))
     state = zerojax.init_state(lambda key: init_fn(size, key), tx, plan, jax.random.key(0))
-    step = zerojax.make_train_step(lambda params, batch: loss_fn(params, batch), tx, plan)
+    step = zerojax.make_train_step(lambda params, batch: loss_fn(size, params, batch), tx, plan)
 
     def run(state, batch):
         state, metrics = step(state, batch)
@@ -273,13 +211,13 @@ def progress(text: str):
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = {"steps": 40, "width": 256, "layers": 10, "sequence": 64, "rows": 16, "devices": 8}
-    helps = {"steps": "measured steps of each way", "width": f"of the model, a multiple of {HEAD}", "rows": "of a step"}
+    helps = {"steps": "measured steps of each way", "width": "of the model, a multiple of 64", "rows": "of a step"}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{helps.get(name, '')} (default {default})")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
-    if options.width % HEAD or options.rows % options.devices or min(options.steps, options.layers) < 1:
-        parser.error(f"--width must be a multiple of {HEAD}, --rows one of --devices, --steps and --layers 1 or more")
+    if options.width % 64 or options.rows % options.devices or min(options.steps, options.layers) < 1:
+        parser.error("--width must be a multiple of 64, --rows one of --devices, --steps and --layers 1 or more")
     return options
 
 

@@ -313,6 +313,34 @@ def test_gradients_of_every_structure(name, stage):
     assert_close(jax.device_get(grads), right_grads)
 
 
+@pytest.mark.parametrize("remat", ["unit", jax.checkpoint_policies.dots_saveable], ids=["unit", "dots"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", ["unrolled", "scanned", "scanned_backwards_collecting", "tied_embedding"])
+def test_gradients_with_remat(name, stage, remat):
+    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), zerojax.ZeroConfig(stage=stage, remat=remat))
+    params = jax.device_put(init_fn(None), plan.state_shardings.params)
+    loss, grads = jax.jit(zerojax.value_and_grad(LOSSES[name], plan))(params, batch())
+    right_loss, right_grads = right(name)
+    assert float(loss) == pytest.approx(float(right_loss), rel=1e-5)
+    assert grads.pop("count") is None
+    assert_close(jax.device_get(grads), right_grads)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_remat_makes_activations_again(stage):
+    """Of layers through which many rows go, only what passes from one to the next is kept."""
+
+    def temp(remat):
+        config = zerojax.ZeroConfig(stage=stage, remat=remat)
+        plan = zerojax.make_plan(stack_of(8), optax.sgd(0.1), make_mesh(), config)
+        rows = jax.ShapeDtypeStruct((8 * 64, WIDE), jnp.float32, sharding=plan.batch_sharding)
+        f = jax.jit(zerojax.value_and_grad(scan_loss, plan), out_shardings=(None, plan.state_shardings.params))
+        return zerojax.report(f, plan.abstract_state.params, rows).memory.temp
+
+    hidden = 64 * 4 * WIDE * 4  # bytes that a layer makes inside, on one device
+    assert temp(None) - temp("unit") >= 6 * hidden
+
+
 # ---- what is whole at a time ----
 
 WIDE = 64
@@ -356,7 +384,7 @@ def temporaries(init_fn, loss_fn, stage: int) -> int:
 @pytest.mark.parametrize(("layers_of", "loss_fn"), [(stack_of, scan_loss), (unrolled_layers, unrolled_loss)])
 def test_twice_the_layers_make_no_more_whole_at_a_time(layers_of, loss_fn, monkeypatch):
     """One unit in use and one on its way; what grows with the layers are shards and a few rows."""
-    monkeypatch.setattr(cutting, "TOGETHER_BELOW", LAYER_BYTES // 4)
+    monkeypatch.setattr(cutting, "TOGETHER_BELOW", LAYER_BYTES // 8)  # a layer is a unit
     few, many = (temporaries(layers_of(layers), loss_fn, 3) for layers in (4, 8))
     assert many <= 4.2 * LAYER_BYTES  # two layers, a gradient, and the shards of one on their way
     assert many - few <= 0.1 * LAYER_BYTES

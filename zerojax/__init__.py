@@ -10,6 +10,7 @@ __all__ = [
     "TrainState",
     "Variables",
     "ZeroConfig",
+    "explain",
     "gather_params",
     "init_state",
     "make_eval_step",
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zerojax.accounting import report
     from zerojax.config import Precision, ZeroConfig
     from zerojax.contracts import Loss, TrainState, Variables
+    from zerojax.explanation import explain
     from zerojax.plan import Plan, make_plan
     from zerojax.state import gather_params, init_state
     from zerojax.step import make_eval_step, make_train_step, value_and_grad
@@ -33,9 +35,11 @@ else:  # on first use: JAX takes a second to import, for which the command's hel
         "accounting": ["report"],
         "config": ["Precision", "ZeroConfig"],
         "contracts": ["Loss", "TrainState", "Variables"],
+        "explanation": ["explain"],
         "plan": ["Plan", "make_plan"],
         "state": ["gather_params", "init_state"],
         "step": ["make_eval_step", "make_train_step", "value_and_grad"],
+        "targets": [],
     }
 
     def __getattr__(name):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.contracts import Tree
 from zerojax.plan import Leaf
@@ -97,8 +98,9 @@ def _all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
     """Over several axes the minor one first, one after the other: a TPU's compiler makes true gathers of these only.
 
     As dim 0, where each device's part is one piece of memory: along another dim the CPU's gather takes twice the time.
+    The shard itself stays as it lies: else a GPU's compiler turns all layers of a stack at once, before the loop.
     """
-    x = jnp.moveaxis(x, dim, 0)
+    x = jnp.moveaxis(with_layout_constraint(x, Layout(tuple(range(x.ndim)))), dim, 0)
     for axis in reversed(tuple(axes)):
         x = lax.all_gather(x, axis, axis=0, tiled=True)
     return jnp.moveaxis(x, 0, dim)

@@ -1,6 +1,6 @@
 """What the user decides: ``ZeroConfig`` and ``Precision``, validated on construction."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,9 @@ class ZeroConfig:
       keep_whole_below: leaves with fewer elements stay whole on every device. Leaves with fewer elements than there
         are devices always do.
       allow_whole: accept that leaves that cannot be partitioned stay whole although they are over 1 % of the bytes.
+      remat: what backward makes again, besides what the loss's own `jax.checkpoint` does: ``None`` for nothing,
+        ``"unit"`` for all that a gather unit makes (about a layer), or a policy for each unit, such as
+        ``jax.checkpoint_policies.dots_saveable``.
       overrides: per leaf, by glob pattern on its path (``{"*/embedding": 1, "head/*": None}``): the dim to partition,
         or ``None`` to keep it whole. The first pattern that matches counts.
 
@@ -104,6 +107,7 @@ class ZeroConfig:
     precision: Precision = field(default_factory=Precision)
     keep_whole_below: int = 0
     allow_whole: bool = False
+    remat: str | Callable[..., Any] | None = None
     overrides: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self):
@@ -125,6 +129,9 @@ class ZeroConfig:
             raise ValueError(f"keep_whole_below={self.keep_whole_below!r} is not a number of elements; use 0 or more")
         if not isinstance(self.precision, Precision):
             raise ValueError(f"precision={self.precision!r} is neither a Precision nor its short form such as 'c=bf16'")
+        if not (self.remat is None or self.remat == "unit" or callable(self.remat)):
+            raise ValueError(f"remat={self.remat!r} is neither None nor 'unit' nor a policy of jax.checkpoint, such as "
+                             "jax.checkpoint_policies.dots_saveable")  # fmt: skip
         axes = self.shard_axes
         if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) for a in axes):
             raise ValueError(f"shard_axes={axes!r} must be one or more different names of mesh axes")

@@ -40,6 +40,7 @@ class Unit:
       active, passive: the other inputs; gradients flow through active ones.
       results, others: outputs that gradients flow through, and others.
       call: ``(*views, *active, *passive) -> [*results, *others]``; not for a loop.
+      primitives: the names of its equations.
       loop: of a scan over stacked parameters.
     """
 
@@ -51,6 +52,7 @@ class Unit:
     results: tuple[Var, ...]
     others: tuple[Var, ...]
     call: Callable[..., list[jax.Array]]
+    primitives: tuple[str, ...]
     loop: "Loop | None" = None
 
     def given(self, views: list, active: list, passive: list) -> dict[Var, Any]:
@@ -140,8 +142,8 @@ class Loop:
 def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
     """The program as units, in the order in which they run.
 
-    A unit is full when one more parameter would make it larger than the largest parameter is, or than what travels
-    together anyway. A scan over stacked parameters is a unit of its own.
+    A unit is full when one more parameter would make it larger than the largest parameter and what travels together
+    with it. A scan over stacked parameters is a unit of its own.
 
     Args:
       program: the loss; its first inputs are the parameters.
@@ -154,7 +156,7 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
     stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}
     sizes = [leaf.size for leaf in leaves]
     plain = [maker.params_of(eqn, stacks.get(id(eqn), ())) for eqn in maker.eqns]
-    limit = max([TOGETHER_BELOW, *(sizes[i] for params in plain for i in params)])
+    limit = TOGETHER_BELOW + max((sizes[i] for params in plain for i in params), default=0)
     groups: list[list[JaxprEqn]] = [[]]
     used: set[int] = set()
     for eqn, params in zip(maker.eqns, plain, strict=True):
@@ -198,7 +200,7 @@ def _wanted_of(groups: list[list[JaxprEqn]], outputs: Sequence[Any], maker: "_Ma
 def _stacks(eqn: JaxprEqn, numbers: dict[Var, int], leaves: Sequence[Leaf]) -> dict[int, int]:
     """Position and number of the parameters of which this scan takes one layer a turn, partitioned within the layer."""
     scan = jaxprs.scan_of(eqn)
-    if scan is None or any(jaxprs.writes(inner) for inner in scan.body.jaxpr.eqns):
+    if scan is None or not scan.length or any(jaxprs.writes(inner) for inner in scan.body.jaxpr.eqns):
         return {}
     found = {}
     for position in range(scan.constants + scan.carried, len(eqn.invars)):
@@ -260,7 +262,8 @@ class _Maker:
         call = jaxprs.function(eqns, (*viewed, *active, *passive), (*results, *others))
         scan = jaxprs.scan_of(eqns[0]) if stacks else None
         loop = self._loop(eqns[0], scan, stacks) if scan and stacks else None
-        return Unit(params, lambda whole: look(*whole), viewed, active, passive, results, others, call, loop)
+        names = tuple(eqn.primitive.name for eqn in eqns)
+        return Unit(params, lambda whole: look(*whole), viewed, active, passive, results, others, call, names, loop)
 
     def _loop(self, eqn: JaxprEqn, scan: jaxprs.Scan, stacks: dict[int, int]) -> Loop:
         program = jaxprs.inline(scan.body, stacks)

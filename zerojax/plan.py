@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import tables
+from zerojax import compilers, tables
 from zerojax.config import ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.precision import cast, floating, is_floating
@@ -107,6 +107,13 @@ class Plan:
     def partitioned_axes(self) -> tuple[str, ...]:
         """The shard axes, or none at stage 0, which keeps everything whole."""
         return tuple(self.axes) if self.config.stage > 0 else ()
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """What a step wants of its compiler, for ``jax.jit(..., compiler_options=...)`` around `value_and_grad`."""
+        if isinstance(self.mesh, AbstractMesh):
+            return {}
+        return compilers.options(self.mesh.devices.flat[0].platform, self.config.stage)
 
     @functools.cached_property
     def wire(self) -> tuple[Leaf, ...]:

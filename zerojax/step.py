@@ -6,7 +6,7 @@ are those of whole parameters.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import collectives, units
 from zerojax.contracts import Loss, TrainState, Tree
-from zerojax.plan import Plan, mesh_context
+from zerojax.plan import Leaf, Plan, mesh_context
 from zerojax.precision import cast, cast_like, floating, gradient_dtype, is_floating, merge
 from zerojax.state import check_batch, check_params, check_state, check_transform, place_batch
 
@@ -115,6 +115,7 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         donate_argnums=0,
         in_shardings=(placed, plan.batch_sharding),
         out_shardings=(placed, plan.replicated),
+        compiler_options=plan.compiler_options,
     )
     return Step(plan, plan.config.accumulate, jitted)
 
@@ -138,7 +139,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> Step:
     call = with_arguments(metric_fn)
 
     def local(params, batch, rng, model_state):
-        whole = collectives.gather(_to_wire(params, plan), plan.wire, plan.axes)
+        whole = _whole(_trained(params), plan.wire, plan)
         value = call(merge(whole, params), batch, _fold(rng, 0, plan), model_state)
         named = isinstance(value, Mapping)
         loss = _as_loss(Loss(0.0, 1.0, value) if named else value, "metric_fn")
@@ -203,7 +204,8 @@ def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
     def local(params, batch, rng, model_state):
         sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state)
         loss = _global_mean(sums, plan)
-        grads = [_divide(g, loss.weight) for g in grads]
+        dtype = gradient_dtype(plan.config.precision)
+        grads = [_divide(g.astype(dtype), loss.weight) for g in grads]
         return loss, grads, collectives.mean(model_state, plan.axes)
 
     grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire]
@@ -237,17 +239,21 @@ def _over_rows(local: Callable, plan: Plan, out_specs: Any) -> Callable:
 
 def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss, list[jax.Array], Tree]:
     """This device's sums over its micro-batches, and the reduced sum of the gradients."""
-    schedule, precision, count = _SCHEDULES[plan.config.stage], plan.config.precision, plan.config.accumulate
-    shards, dtype = _to_wire(params, plan), gradient_dtype(precision)
+    config = plan.config
+    schedule, precision, count, remat = _SCHEDULES[config.stage], config.precision, config.accumulate, config.remat
+    shards, dtype = _trained(params), gradient_dtype(precision)
 
     def gather(shards, leaves):
-        return collectives.gather(shards, leaves, plan.axes)
+        return _whole(shards, leaves, plan)
 
     def reduce(grads, leaves):
-        return cast(collectives.reduce_scatter(cast(grads, precision.reduce_dtype), leaves, plan.axes), dtype)
+        return collectives.reduce_scatter(cast(grads, precision.reduce_dtype), leaves, plan.axes)
 
     def weigh(grads, loss):  # the gradient of a mean becomes that of a sum, in float32 where sums do not overflow
         return [g.astype(dtype) * _divisor(loss.weight).astype(dtype) for g in grads]
+
+    def leaving(grads, leaves, loss):  # what a unit does with its gradient
+        return reduce(weigh(grads, loss), leaves) if every else weigh(grads, loss)
 
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
@@ -255,15 +261,13 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     every = schedule.reduce == "micro-batch"
     held = gather(shards, plan.wire) if schedule.gather == "step" else shards
     zeros = [jnp.zeros(a.shape, dtype) for a in (shards if every else held)]
-    traffic = units.Traffic(
-        gather if schedule.gather == "use" else None,
-        lambda grads, leaves, loss: reduce(weigh(grads, loss), leaves),
-    )
+    travelling = gather if schedule.gather == "use" else None
+    traffic = units.Traffic(travelling, leaving, precision.compute_dtype, remat)
     in_units = units.gradient(on_whole, held, plan.wire, traffic)
 
     def micro_batch(model_state, index, rows):
         args = rows, _fold(rng, index, plan), model_state
-        if every:
+        if every or remat is not None:
             (_, loss), grads = in_units(index, *args)
             grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
         else:
@@ -296,9 +300,17 @@ def _micro_batches(batch: Tree, count: int) -> Tree:
     return jax.tree.map(lambda a: a.reshape(a.shape[0] // count, count, *a.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _to_wire(params: Tree, plan: Plan) -> list[jax.Array]:
-    """The trained shards in the dtype that the loss sees: cast here, so that the gather moves the smaller dtype."""
-    return [leaf.astype(plan.config.precision.compute_dtype) for leaf in jax.tree.leaves(params) if is_floating(leaf)]
+def _trained(params: Tree) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(params) if is_floating(leaf)]
+
+
+def _whole(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
+    """Whole parameters in the dtype that the loss sees.
+
+    The shards are cast just before they travel: sooner, all of them would be held in both dtypes; later, the larger one
+    would travel.
+    """
+    return collectives.gather(cast(shards, plan.config.precision.compute_dtype), leaves, plan.axes)
 
 
 def _fold(rng: Any, micro_batch: Any, plan: Plan) -> Any:
@@ -316,7 +328,7 @@ def _global_mean(sums: Loss, plan: Plan) -> Loss:
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
     """``total / weight``, and zero where there is no weight: a batch of padding only must not destroy a run."""
-    return jnp.where(weight == 0, 0, total / _divisor(weight))
+    return jnp.where(weight == 0, weight, total / _divisor(weight))  # a constant zero would cost the compiler a buffer
 
 
 def _divisor(weight: jax.Array) -> jax.Array:

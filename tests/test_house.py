@@ -23,7 +23,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 ORDER = [  # a module imports only modules that stand before it
     *("tables", "contracts", "config", "hlo", "accounting", "precision", "compilers", "plan"),
-    *("collectives", "jaxprs", "cutting", "units", "explanation"),
+    *("collectives", "jaxprs", "cutting", "passes", "loops", "units", "explanation"),
     *("state", "step", "targets"),
     *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from zerojax import tables, units
 from zerojax.contracts import Tree
 from zerojax.cutting import Unit
+from zerojax.passes import Traffic
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def explain(step: Any, state: Tree, batch: Tree) -> Explanation:
                              for number, unit in enumerate(cut)))  # fmt: skip
 
 
-def _use(number: int, count: int, unit: Unit, leaves: Any, traffic: units.Traffic) -> UnitUse:
+def _use(number: int, count: int, unit: Unit, leaves: Any, traffic: Traffic) -> UnitUse:
     own = [leaves[i] for i in unit.params]
     turns = 1
     if unit.loop is not None:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import collectives, units
 from zerojax.contracts import Loss, TrainState, Tree
+from zerojax.passes import Traffic
 from zerojax.plan import Leaf, Plan, mesh_context
 from zerojax.precision import cast, cast_like, floating, gradient_dtype, is_floating, merge
 from zerojax.state import check_batch, check_params, check_state, check_transform, place_batch
@@ -262,7 +263,7 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     held = gather(shards, plan.wire) if schedule.gather == "step" else shards
     zeros = [jnp.zeros(a.shape, dtype) for a in (shards if every else held)]
     travelling = gather if schedule.gather == "use" else None
-    traffic = units.Traffic(travelling, leaving, precision.compute_dtype, remat)
+    traffic = Traffic(travelling, leaving, precision.compute_dtype, remat)
     in_units = units.gradient(on_whole, held, plan.wire, traffic)
 
     def micro_batch(model_state, index, rows):

@@ -1,0 +1,151 @@
+"""What gather units share: how parameters and gradients travel, how gradients are summed, what backward keeps."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from zerojax.cutting import Unit
+from zerojax.plan import Leaf
+from zerojax.precision import is_floating
+
+Arrays = list[jax.Array]
+Leaves = Sequence[Leaf]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How parameters and their gradients travel.
+
+    Attributes:
+      gather: ``(held, leaves) -> whole``, or ``None`` if parameters are held whole during the step.
+      reduce: ``(gradients, leaves, aux of the objective) -> reduced gradients``.
+      dtype: of whole parameters.
+      remat: as in `zerojax.ZeroConfig`.
+    """
+
+    gather: Callable[[Arrays, Leaves], Arrays] | None
+    reduce: Callable[[Arrays, Leaves, Any], Arrays]
+    dtype: Any
+    remat: str | Callable[..., Any] | None = None
+
+    def shapes(self, leaves: Leaves) -> list[jax.ShapeDtypeStruct]:
+        """Of whole parameters."""
+        return [jax.ShapeDtypeStruct(leaf.shape, self.dtype) for leaf in leaves]
+
+
+class Sums(dict):
+    """Cotangents or gradients by what they belong to."""
+
+    def add(self, keys: Iterable[Hashable], arrays: Iterable[jax.Array]):
+        for key, array in zip(keys, arrays, strict=True):
+            if not isinstance(key, Literal):
+                self[key] = self._sum(self[key], array) if key in self else array
+
+    def _sum(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b
+
+    def wait_for(self, made: Iterable[jax.Array], keys: Iterable[Hashable]):
+        """Let no one use these before some arrays are made, and what they are made of is free."""
+        for array in made:
+            for key in keys:
+                if key in self:
+                    (self[key],) = once_known(first_of([array]), [self[key]])
+
+    def of(self, variables: Iterable[Any]) -> Arrays:
+        """One for each variable, zeros where there is none."""
+        return [self[v] if v in self else jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+
+
+class Reduced(Sums):
+    """Reduced gradients: kept in the dtype in which they travelled, but never summed in less than float32."""
+
+    def _sum(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(a.dtype, jnp.float32)
+        return a.astype(dtype) + b.astype(dtype)
+
+
+class Pass:
+    """One way through the units. What each gathers waits until the unit before the last is done.
+
+    So the parameters of two units are whole at a time: those in use and those on their way.
+    """
+
+    def __init__(self, held: Arrays, leaves: Leaves, traffic: Traffic, start: jax.Array):
+        self._held, self._leaves, self._traffic, self._done = held, leaves, traffic, [start, start]
+
+    @property
+    def remat(self) -> Any:
+        return self._traffic.remat
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether parameters travel at all."""
+        return self._traffic.gather is not None
+
+    def held(self, numbers: Iterable[int]) -> Arrays:
+        return [self._held[i] for i in numbers]
+
+    def leaves(self, numbers: Iterable[int]) -> list[Leaf]:
+        return [self._leaves[i] for i in numbers]
+
+    def whole(self, held: Arrays, leaves: Leaves) -> Arrays:
+        """Whole parameters for the next unit."""
+        return self.gather(once_known(self._done[-2], held), leaves) if self.prefetches else held
+
+    def gather(self, held: Arrays, leaves: Leaves) -> Arrays:
+        return self._traffic.gather(held, leaves) if self._traffic.gather and held else held
+
+    def reduce(self, grads: Arrays, leaves: Leaves, aux: Any) -> Arrays:
+        return self._traffic.reduce(grads, leaves, aux) if grads else grads
+
+    def reduced(self, leaves: Leaves, aux: Any) -> list[jax.ShapeDtypeStruct]:
+        """What `reduce` would return."""
+        return jax.eval_shape(lambda grads: self.reduce(grads, leaves, aux), self._traffic.shapes(leaves))
+
+    def done(self, made: Arrays):
+        """Note some number that a unit made."""
+        self._done.append(first_of(made, self._done[-1]))
+
+
+def first_of(arrays: Arrays, otherwise: Any = 0) -> Any:
+    """Some number of these arrays."""
+    known = [a for a in arrays if is_floating(a) and a.size]
+    return known[0][(0,) * known[0].ndim] if known else otherwise
+
+
+def once_known(number: Any, arrays: Arrays) -> Arrays:
+    """``arrays``, but not before ``number`` exists: a dependency that no compiler can see through.
+
+    Without it a second gather is merged with the first, and everything stays whole in between. An optimization barrier
+    is not enough: the CPU compiler drops it before it looks for equal instructions.
+    """
+    never = jnp.asarray(number, jnp.float32) > jnp.inf  # true of no number, nor of NaN
+    return [jnp.where(never, jnp.zeros_like(a), a) for a in arrays]
+
+
+def linearize(unit: Unit, views: Arrays, active: Arrays, passive: Arrays, remat: Any, known: Sequence[Any] = ()):
+    """``(results, others, kept, rebuild)``: ``rebuild(kept, views, known)`` is the function of the cotangents.
+
+    What it holds of views and known arrays is not kept: while tracing, such a residual is that very object.
+    """
+
+    def call(views, active):
+        outputs = unit.call(*views, *active, *passive)
+        return outputs[: len(unit.results)], outputs[len(unit.results) :]
+
+    if remat is not None:
+        call = jax.checkpoint(call, policy=None if remat == "unit" else remat)
+    results, backward, others = jax.vjp(call, views, active, has_aux=True)
+    residuals, treedef = jax.tree.flatten(backward)
+    index = {id(a): i for i, a in enumerate((*views, *known))}
+    places = [index.get(id(a)) for a in residuals]
+
+    def rebuild(kept, views, known=()):
+        kept, again = iter(kept), (*views, *known)
+        return treedef.unflatten([next(kept) if place is None else again[place] for place in places])
+
+    return results, others, [a for a, place in zip(residuals, places, strict=True) if place is None], rebuild

@@ -72,8 +72,9 @@ def test_the_axes_of_a_slice_follow_its_grid():
 def test_a_mesh_of_other_axes():
     mesh = target("h100:16").mesh((4, 4), ("data", "model"))
     assert dict(mesh.shape) == {"data": 4, "model": 4}
-    with pytest.raises(ValueError, match="16 devices of h100:16"):
-        target("h100:16").mesh((4, 2), ("data", "model"))
+    for shape, names in [((4, 2), ("data", "model")), ((4, 4), ("a", "a")), ((-4, -4), ("a", "b")), ((4, 4), ("a",))]:
+        with pytest.raises(ValueError, match="16 devices of h100:16"):
+            target("h100:16").mesh(shape, names)
 
 
 @needs("gpu")
@@ -84,7 +85,9 @@ def test_gpus_have_the_memory_of_their_name(name, gib):
     assert 0.97 * gib * 1e9 <= found.memory_bytes <= 1.08 * gib * 1e9
 
 
-@pytest.mark.parametrize("name", ["h100", "h100:0", "h100:x", "b7:8", "v5e:16", "v5e:4x", "", ":8"])
+@pytest.mark.parametrize(
+    "name", ["h100", "h100:0", "h100:x", "b7:8", "v5e:16", "v5e:4x", "v5e:2x2x2", "", ":8", None, 8]
+)
 def test_names_that_mean_nothing(name):
     with pytest.raises(ValueError, match="no target; write for example"):
         target(name)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -265,6 +266,19 @@ def carried_without_a_gradient(p, b):
 
 
 @loss
+def carried_views_of_a_layer(p, b):
+    """What the next turn multiplies by is only another view of this turn's parameters."""
+
+    def turn(carry, w):
+        x, turned, part = carry
+        x = layer(w, x) + jnp.tanh(x @ turned) @ turned.T + x @ part
+        return (x, w["up"][:, ::-1] * 2, w["down"].T[:, :WIDTH]), None
+
+    first = b["x"], jnp.zeros((WIDTH, 2 * WIDTH)), jnp.zeros((WIDTH, WIDTH))
+    return mean_square(lax.scan(turn, first, stacked(p), reverse=True)[0][0])
+
+
+@loss
 def mutable_arrays(p, b):
     ref = jax.new_ref(b["x"])
     ref[...] += layer(at(p, 0), ref[...])
@@ -313,6 +327,38 @@ def test_gradients_of_every_structure(name, stage):
     assert_close(jax.device_get(grads), right_grads)
 
 
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_derivative_of_another_dtype(stage, scan):
+    """A user's own derivative may be float32 for a parameter in bfloat16, as JAX allows."""
+
+    def loss_fn(p, x):
+        if scan:
+            return mean_square(lax.scan(lambda x, w: (product(x, w), None), x, p["stack"])[0])
+        return mean_square(product(jnp.tanh(product(x, p["w"])), p["w"]))
+
+    def init_fn(key):
+        return {"w": wave((WIDTH, WIDTH), 1), "stack": wave((LAYERS, WIDTH, WIDTH), 2)}
+
+    config = zerojax.ZeroConfig(stage=stage, precision="c=bf16")
+    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), config)
+    params = jax.device_put(init_fn(None), plan.state_shardings.params)
+    _, grads = jax.jit(zerojax.value_and_grad(loss_fn, plan))(params, batch()["x"])
+    right_grads = jax.jit(jax.grad(loss_fn))(init_fn(None), batch()["x"])
+    name = "stack" if scan else "w"
+    chex.assert_trees_all_close(
+        grads[name], right_grads[name], rtol=0.1, atol=0.05 * float(abs(right_grads[name]).max())
+    )
+
+
 @pytest.mark.parametrize("remat", ["unit", jax.checkpoint_policies.dots_saveable], ids=["unit", "dots"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", ["unrolled", "scanned", "scanned_backwards_collecting", "tied_embedding"])
@@ -339,6 +385,64 @@ def test_remat_makes_activations_again(stage):
 
     hidden = 64 * 4 * WIDE * 4  # bytes that a layer makes inside, on one device
     assert temp(None) - temp("unit") >= 6 * hidden
+
+
+# ---- what is said of units ----
+
+
+def explained(stage: int, function=None, **config):
+    def loss_fn(p, x):
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.tanh(x @ p["in"]), p["stack"])
+        return mean_square(x @ p["out"])
+
+    def init_fn(key):
+        return {"in": jnp.zeros((256, 512)), "stack": jnp.zeros((LAYERS, 512, 512)), "out": jnp.zeros((512, 256))}
+
+    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), zerojax.ZeroConfig(stage=stage, **config))
+    step = zerojax.make_train_step(loss_fn, optax.sgd(0.1), plan) if function is None else function(loss_fn, plan)
+    rows = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    return zerojax.explain(step, plan.abstract_state, rows)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_units_of_a_scan_between_two_products(accumulate):
+    found = explained(3, accumulate=accumulate)
+    assert [unit.params for unit in found.units] == [("in",), ("stack",), ("out",)]
+    assert [unit.turns for unit in found.units] == [1, LAYERS, 1]
+    assert [unit.gathers for unit in found.units] == [(1, 1), (LAYERS, LAYERS), (1, 0)]
+    assert found.whole_bytes == 2 * 512 * 512 * 4
+
+
+def test_stages_that_gather_no_units():
+    assert not explained(1).units
+    assert "no gather units" in str(explained(0))
+    assert "all parameters are whole" in str(explained(2))
+    assert [unit.gathers for unit in explained(2).units] == [(0, 0)] * 3
+    assert "no gather units" in str(explained(3, zerojax.make_eval_step))
+
+
+def test_units_of_a_step_of_ones_own():
+    def two_losses(loss_fn, plan):
+        def step(state, x):
+            return [
+                zerojax.value_and_grad(f, plan)(state.params, x) for f in (loss_fn, lambda p, x: mean_square(p["in"]))
+            ]
+
+        return jax.jit(step)
+
+    assert [unit.params for unit in explained(3, two_losses).units] == [("in",), ("stack",), ("out",), ("in",)]
+
+    class Trainer:
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(self, state, x):
+            return zerojax.value_and_grad(self.loss_fn, self.plan)(state.params, x)
+
+    def method(loss_fn, plan):
+        trainer = Trainer()
+        trainer.loss_fn, trainer.plan = loss_fn, plan
+        return trainer.step
+
+    assert len(explained(3, method).units) == 3
 
 
 # ---- what is whole at a time ----

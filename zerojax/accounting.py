@@ -182,23 +182,23 @@ class Report:
         return tables.render(("collective", "dtype", "elements", "devices", "times", "sent"), rows)
 
 
-def report(step: Any, state: Tree = None, batch: Tree = None) -> Report:
+def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Report:
     """Compile a step for these arguments, without running it, and read what the compiler made of it.
 
     On CPU devices it is compiled with a scheduler that saves memory; the default one there runs as much as possible at
     once, and its figures would say nothing about other backends.
 
     Args:
-      step: what ``make_train_step`` or ``jax.jit`` returned, or a compiled program (state and batch are not used then).
-      state: arrays, or shapes with shardings, also of devices that do not exist.
-      batch: likewise.
+      step: what ``make_train_step`` or ``jax.jit`` returned, or a compiled program (no arguments are used then).
+      state, batch, more: its arguments, arrays or shapes with shardings, also of devices that do not exist.
 
     >>> import jax
     >>> x = jax.ShapeDtypeStruct((4,), "float32")
     >>> report(jax.jit(lambda state, batch: state + batch), x, x).memory.peak
     48
     """
-    compiled = step if isinstance(step, jax.stages.Compiled) else _compile(step.lower(state, batch), (state, batch))
+    arguments = (state, batch, *more)
+    compiled = step if isinstance(step, jax.stages.Compiled) else _compile(step.lower(*arguments), arguments)
     text = compiled.as_text()
     if text is None:
         raise ValueError("this backend does not show what it compiled, so collectives cannot be counted")
@@ -207,7 +207,8 @@ def report(step: Any, state: Tree = None, batch: Tree = None) -> Report:
 
 def _compile(lowered: jax.stages.Lowered, arguments: Tree) -> jax.stages.Compiled:
     """Compiled so that memory is comparable. The devices need not be the default backend's, nor exist."""
-    for leaf in jax.tree.leaves((lowered.out_info, arguments)):
+    out = getattr(lowered, "out_info", None)  # what nnx.jit lowers has none
+    for leaf in jax.tree.leaves((out, arguments)):
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None and not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
             platform = next(iter(sharding.device_set)).platform

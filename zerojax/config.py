@@ -129,7 +129,7 @@ class ZeroConfig:
             raise ValueError(f"keep_whole_below={self.keep_whole_below!r} is not a number of elements; use 0 or more")
         if not isinstance(self.precision, Precision):
             raise ValueError(f"precision={self.precision!r} is neither a Precision nor its short form such as 'c=bf16'")
-        if not (self.remat is None or self.remat == "unit" or callable(self.remat)):
+        if not (self.remat is None or (isinstance(self.remat, str) and self.remat == "unit") or callable(self.remat)):
             raise ValueError(f"remat={self.remat!r} is neither None nor 'unit' nor a policy of jax.checkpoint, such as "
                              "jax.checkpoint_policies.dots_saveable")  # fmt: skip
         axes = self.shard_axes

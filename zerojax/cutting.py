@@ -275,7 +275,9 @@ class _Maker:
         params = [program.inputs[i] for i in stacks]
         while True:  # what is carried may make more of what is carried depend on parameters, or matter
             maker = _Maker(program, params, outputs, inputs)
-            moved = {i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved | set(params))}
+            moved = {
+                i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved | set(maker.roots))
+            }
             behind = [
                 o for i, o in zip(carried_in, carried_out, strict=True) if i in maker.behind and _is_inexact(i.aval)
             ]

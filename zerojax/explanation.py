@@ -1,5 +1,6 @@
 """Which gather units a loss was cut into: their parameters, their bytes, and what is gathered where."""
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ class UnitUse:
       params: the paths of the parameters that are whole while it runs; of a scan, one layer of each of its stacks.
       bytes: of these parameters, whole, in the dtype in which the loss sees them.
       turns: how often it runs; the layers of a scan.
-      gathers: how often its parameters are gathered, forward and backward.
+      gathers: how often its parameters are gathered, forward and backward; compilers may merge gathers, and drop those
+        of which nothing is used.
     """
 
     does: str
@@ -34,34 +36,44 @@ class UnitUse:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The gather units of a step, in the order in which they run; none at stages 0 and 1."""
+    """The gather units of one micro-batch of a step, in the order in which they run.
+
+    Attributes:
+      units: at stage 3 those whose parameters are gathered; at stage 2 those whose gradients leave together. At stages
+        0 and 1, and in evaluation, the loss is not cut.
+      travels: whether parameters are gathered for each unit.
+    """
 
     units: tuple[UnitUse, ...]
+    travels: bool
 
     @property
     def whole_bytes(self) -> int:
-        """The most bytes of parameters that are whole at a time: of a unit, and of the next one on its way."""
+        """The most bytes of parameters that units hold whole at a time: those of a unit, and of the next on its way."""
         sizes = [unit.bytes for unit in self.units for _ in range(min(unit.turns, 2))]
         return max((sum(pair) for pair in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     def __str__(self):
         if not self.units:
-            return "no gather units: at stages 0 and 1 all parameters are whole while a step runs"
+            return (
+                "no gather units: at stages 0 and 1 and in evaluation all parameters are whole at once. At stage 3 "
+                "none are seen if the step calls a jitted function that ran before: explain that one"
+            )
         columns = ("unit", "does", "parameters", "whole", "turns", "gathered forward", "backward")
         rows = [
             (number, unit.does, " ".join(unit.params), tables.size(unit.bytes), unit.turns, *unit.gathers)
             for number, unit in enumerate(self.units)
         ]
-        return f"{tables.render(columns, rows)}\n\nwhole at a time, at most: {tables.size(self.whole_bytes)}"
+        whole = f"whole at a time, at most: {tables.size(self.whole_bytes)}"
+        return f"{tables.render(columns, rows)}\n\n{whole if self.travels else 'all parameters are whole'}"
 
 
-def explain(step: Any, state: Tree, batch: Tree) -> Explanation:
+def explain(step: Any, *arguments: Tree) -> Explanation:
     """The gather units of a step for these arguments. It is traced, and neither compiled nor run.
 
     Args:
       step: from ``make_train_step``, or a function around ``value_and_grad``, jitted or not.
-      state: arrays, or shapes such as ``plan.abstract_state``.
-      batch: likewise.
+      arguments: of the step, arrays or shapes, such as ``plan.abstract_state`` and a batch.
 
     >>> import optax
     >>> from zerojax import make_plan, make_train_step
@@ -76,22 +88,31 @@ def explain(step: Any, state: Tree, batch: Tree) -> Explanation:
     <BLANKLINE>
     whole at a time, at most: 2.0 MiB
     """
-    function = getattr(step, "jitted", step)
-    function = getattr(function, "__wrapped__", function)  # a jitted function may have been traced before, and kept
     with units.recorded() as found:
-        jax.eval_shape(lambda *args: function(*args), state, batch)
-    return Explanation(tuple(_use(number, len(cut), unit, leaves, traffic) for cut, leaves, traffic in found[-1:]
-                             for number, unit in enumerate(cut)))  # fmt: skip
+        jax.eval_shape(_traced_anew(getattr(step, "jitted", step)), *arguments)
+    losses = {id(traffic): (cuts, leaves, traffic) for cuts, leaves, traffic in found}  # a loop may be traced twice
+    uses = [
+        _use(cuts, number, leaves, traffic) for cuts, leaves, traffic in losses.values() for number in range(len(cuts))
+    ]
+    return Explanation(tuple(uses), any(traffic.gather is not None for _, _, traffic in losses.values()))
 
 
-def _use(number: int, count: int, unit: Unit, leaves: Any, traffic: Traffic) -> UnitUse:
+def _traced_anew(function: Any) -> Any:
+    """What a jitted function runs, in a form that JAX has not traced before."""
+    bound = [function.__self__] if inspect.ismethod(function) else []
+    inner = getattr(function, "__wrapped__", function if not bound else function.__func__)
+    return lambda *args: inner(*bound, *args)
+
+
+def _use(cuts: list[Unit], number: int, leaves: Any, traffic: Traffic) -> UnitUse:
+    unit = cuts[number]
     own = [leaves[i] for i in unit.params]
     turns = 1
     if unit.loop is not None:
         own += [leaves[i].layer() for i in unit.loop.numbers]
         turns = unit.loop.scan.length
     bytes = sum(leaf.size for leaf in own) * jnp.dtype(traffic.dtype).itemsize
-    last = 0 < number == count - 1 and unit.loop is None
+    last = 0 < number == len(cuts) - 1 and unit.loop is None
     gathers = (0, 0) if traffic.gather is None or not own else (turns, 0 if last else turns)
     return UnitUse(_does(unit), tuple(leaf.path for leaf in own), bytes, turns, gathers)
 

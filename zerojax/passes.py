@@ -144,8 +144,15 @@ def linearize(unit: Unit, views: Arrays, active: Arrays, passive: Arrays, remat:
     index = {id(a): i for i, a in enumerate((*views, *known))}
     places = [index.get(id(a)) for a in residuals]
 
+    like = [a.dtype for a in views], [a.dtype for a in active]
+
     def rebuild(kept, views, known=()):
         kept, again = iter(kept), (*views, *known)
-        return treedef.unflatten([next(kept) if place is None else again[place] for place in places])
+        function = treedef.unflatten([next(kept) if place is None else again[place] for place in places])
+
+        def back(cotangents):  # a user's own derivative may have returned another dtype
+            return jax.tree.map(lambda a, dtype: a.astype(dtype), function(cotangents), like)
+
+        return back
 
     return results, others, [a for a, place in zip(residuals, places, strict=True) if place is None], rebuild

@@ -185,6 +185,7 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
     def run(params, batch, rng=None, model_state=None):
         check_params(params, plan)
         check_batch(batch, plan, micro_batches=plan.config.accumulate)
+        _check_key(rng)
         _check_context(plan)
         loss, grads, model_state = gradient(params, batch, rng, model_state)
         grads = cast_like(grads, floating(params))
@@ -434,6 +435,16 @@ def _add_metrics(own: dict, others: Mapping) -> dict:
     if taken:
         raise ValueError(f"the names {taken} in Loss(metrics=...) are the step's own; choose others")
     return {**own, **others}
+
+
+def _check_key(rng: Any):
+    is_key = isinstance(rng, jax.Array) and (
+        jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or (rng.dtype == jnp.uint32 and rng.ndim == 1)
+    )
+    if rng is not None and not is_key:
+        shape = jax.tree.map(jnp.shape, rng)
+        raise ValueError(f"rng must be a key such as jax.random.key(0), not arrays of shape {shape}; what else the "
+                         "loss needs of the rows goes into the batch, as a tuple or a mapping")  # fmt: skip
 
 
 def _check_context(plan: Plan):

@@ -77,19 +77,20 @@ class Target:
     grid: tuple[int, ...]
     memory_bytes: int
 
-    def mesh(self, shape: Sequence[int] | None = None, names: Sequence[str] = ("data",)) -> Mesh:
+    def mesh(self, shape: Sequence[int] | None = None, names: Sequence[str] | None = None) -> Mesh:
         """A mesh of these devices, in the order of the grid.
 
         Args:
-          shape: devices along each axis; by default the grid's, with axes ``data``, or ``data_0``, ``data_1``, ... for
-            a grid of several directions: a TPU's compiler makes true reduce-scatters over these only.
-          names: of the axes.
+          shape: devices along each axis; by default the grid's. A TPU's compiler makes true reduce-scatters over axes
+            that follow the grid only.
+          names: of the axes; by default ``data``, or ``data_0``, ``data_1``, ... if there are several.
         """
-        if shape is None:
-            shape = self.grid
-            names = [f"data_{i}" for i in range(len(shape))] if len(shape) > 1 else names
-        if math.prod(shape) != len(self.devices) or len(shape) != len(names):
-            raise ValueError(f"a mesh {tuple(shape)} with axes {tuple(names)} does not fit the {len(self.devices)} "
+        shape = self.grid if shape is None else tuple(shape)
+        if names is None:
+            names = ("data",) if len(shape) == 1 else tuple(f"data_{i}" for i in range(len(shape)))
+        fits = all(type(n) is int and n > 0 for n in shape) and math.prod(shape) == len(self.devices)
+        if not fits or len({*names}) != len(shape):
+            raise ValueError(f"a mesh {shape} with axes {tuple(names)} does not fit the {len(self.devices)} "
                              f"devices of {self.name}")  # fmt: skip
         devices = np.array(self.devices, dtype=object).reshape(shape)
         return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
@@ -114,10 +115,11 @@ def target(name: str) -> Target:
     ...
     ValueError: 'h100:three' is no target; write for example 'h100:8', 'a100-80gb:64', 'v5e:4x4' or 'v5p:2x2x4' ...
     """
-    kind, _, size = name.partition(":")
+    kind, _, size = str(name).partition(":")
     if kind in _GPUS and re.fullmatch("[1-9][0-9]*", size):
         return _gpus(name, _GPUS[kind], int(size))
-    if kind in _TPU_MEMORY and re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)+", size):
+    chips = "[1-9][0-9]*"
+    if kind in _TPU_MEMORY and re.fullmatch("x".join([chips] * (3 if kind == "v5p" else 2)), size):
         return _tpus(name, kind, tuple(int(n) for n in size.split("x")))
     known = ", ".join([*_GPUS, *_TPU_MEMORY])
     raise ValueError(

@@ -314,8 +314,14 @@ def batch_by_device():
     return jax.tree.map(lambda a: a.reshape(8, -1, *a.shape[1:]), batch())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", list(LOSSES))
+AT_STAGE_2 = ["unrolled", "scanned", "scanned_backwards_collecting", "one_stack_twice", "tied_embedding"]
+STRUCTURES = [
+    *((3, name) for name in LOSSES),
+    *(pytest.param(2, name, marks=() if name in AT_STAGE_2 else pytest.mark.long) for name in LOSSES),
+]
+
+
+@pytest.mark.parametrize(("stage", "name"), STRUCTURES)
 def test_gradients_of_every_structure(name, stage):
     config = zerojax.ZeroConfig(stage=stage, keep_whole_below=0, overrides={"bias": 1, "up": 2, "down": 1})
     plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), config)
@@ -359,9 +365,12 @@ def test_a_derivative_of_another_dtype(stage, scan):
     )
 
 
-@pytest.mark.parametrize("remat", ["unit", jax.checkpoint_policies.dots_saveable], ids=["unit", "dots"])
+DOTS = jax.checkpoint_policies.dots_saveable
+
+
+@pytest.mark.parametrize("remat", ["unit", pytest.param(DOTS, marks=pytest.mark.long)], ids=["unit", "dots"])
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", ["unrolled", "scanned", "scanned_backwards_collecting", "tied_embedding"])
+@pytest.mark.parametrize("name", ["scanned", pytest.param("unrolled", marks=pytest.mark.long), "tied_embedding"])
 def test_gradients_with_remat(name, stage, remat):
     plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), zerojax.ZeroConfig(stage=stage, remat=remat))
     params = jax.device_put(init_fn(None), plan.state_shardings.params)

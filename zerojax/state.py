@@ -181,7 +181,7 @@ def _check_structure(tree: Tree, expected: Tree, what: str):
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         have, want = ({jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(t)} for t in (tree, expected))
         odd = f"missing {sorted(want - have)[:3]}, not planned {sorted(have - want)[:3]}"
-        raise ValueError(f"{what} cannot fit the plan, being another tree ({odd}); make a plan for this init_fn and tx")
+        raise ValueError(f"{what} do not fit the plan: another tree ({odd}); make a plan for this init_fn and tx")
 
 
 def _check_arrays(tree: Tree, shardings: Tree, expected: Tree, what: str):

@@ -104,7 +104,8 @@ def prepared(model: str, layers: int, stage: int = 3):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_gathered_by_the_layer_in_both_directions(model):  # Z68, Z69
+def test_parameters_are_gathered_by_the_layer_in_both_directions(model):
+    """pytorch/xla#6379, jax-ml/jax#25010: kept from forward to backward; AI-Hypercomputer/maxtext#4405: stacked."""
     temps = {}
     for layers in (6, 12):
         _, _, plan, f = prepared(model, layers)

@@ -139,6 +139,7 @@ def _gpus(name: str, gpu: _Gpu, count: int) -> Target:
 
 def _tpus(name: str, kind: str, grid: tuple[int, ...]) -> Target:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks the network which TPU this machine has
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process at a time, as with a TPU that is there
     devices = _devices("tpu", "tpu-target", topology_name=name)
     if len(devices) != math.prod(grid):
         raise ValueError(f"{name} has {len(devices)} devices, two a chip; this is not supported")

@@ -18,6 +18,8 @@ from zerojax.collectives import TOGETHER_BELOW
 from zerojax.plan import Leaf
 from zerojax.precision import is_floating
 
+ENOUGH = 2**24  # elements of a unit: more would not make its collectives any faster
+
 _VIEWS = frozenset(
     [
         *("add", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "exp", "integer_pow", "log"),
@@ -142,8 +144,8 @@ class Loop:
 def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
     """The program as units, in the order in which they run.
 
-    A unit is full when one more parameter would make it larger than the largest parameter and what travels together
-    with it. A scan over stacked parameters is a unit of its own.
+    A unit is full when one more parameter would make it larger than the largest one of the model, or `ENOUGH` (or its
+    own largest one), and what travels together with that. A scan over stacked parameters is a unit of its own.
 
     Args:
       program: the loss; its first inputs are the parameters.
@@ -156,11 +158,16 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
     stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}
     sizes = [leaf.size for leaf in leaves]
     plain = [maker.params_of(eqn, stacks.get(id(eqn), ())) for eqn in maker.eqns]
-    limit = TOGETHER_BELOW + max((sizes[i] for params in plain for i in params), default=0)
+    limit = min(ENOUGH, max((sizes[i] for params in plain for i in params), default=0))
+
+    def is_too_much(params):
+        own = [sizes[i] for i in params]
+        return sum(own) > TOGETHER_BELOW + max([limit, *own])
+
     groups: list[list[JaxprEqn]] = [[]]
     used: set[int] = set()
     for eqn, params in zip(maker.eqns, plain, strict=True):
-        full = used and params - used and sum(sizes[i] for i in used | params) > limit
+        full = used and params - used and is_too_much(used | params)
         if full or id(eqn) in stacks:
             groups.append([])
             used = set()

@@ -71,11 +71,13 @@ class Reduced(Sums):
 class Pass:
     """One way through the units. What each gathers waits until the unit before the last is done.
 
-    So the parameters of two units are whole at a time: those in use and those on their way.
+    So the parameters of two units are whole at a time: those in use and those on their way. It also waits until the
+    gradients of the unit before that have left; a scheduler that believes to have memory would let them pile up.
     """
 
     def __init__(self, held: Arrays, leaves: Leaves, traffic: Traffic, start: jax.Array):
-        self._held, self._leaves, self._traffic, self._done = held, leaves, traffic, [start, start]
+        self._held, self._leaves, self._traffic = held, leaves, traffic
+        self._done, self._left = [start] * 2, [start] * 3
 
     @property
     def remat(self) -> Any:
@@ -94,7 +96,9 @@ class Pass:
 
     def whole(self, held: Arrays, leaves: Leaves) -> Arrays:
         """Whole parameters for the next unit."""
-        return self.gather(once_known(self._done[-2], held), leaves) if self.prefetches else held
+        if not self.prefetches:
+            return held
+        return self.gather(once_known(self._left[-3], once_known(self._done[-2], held)), leaves)
 
     def gather(self, held: Arrays, leaves: Leaves) -> Arrays:
         return self._traffic.gather(held, leaves) if self._traffic.gather and held else held
@@ -106,6 +110,10 @@ class Pass:
         """What `reduce` would return."""
         return jax.eval_shape(lambda grads: self.reduce(grads, leaves, aux), self._traffic.shapes(leaves))
 
+    def left(self, reduced: Arrays):
+        """Note a number that is there when all gradients of a unit have been reduced."""
+        self._left.append(_sum_of_first(reduced, self._left[-1]))
+
     def done(self, made: Arrays):
         """Note some number that a unit made."""
         self._done.append(first_of(made, self._done[-1]))
@@ -115,6 +123,12 @@ def first_of(arrays: Arrays, otherwise: Any = 0) -> Any:
     """Some number of these arrays."""
     known = [a for a in arrays if is_floating(a) and a.size]
     return known[0][(0,) * known[0].ndim] if known else otherwise
+
+
+def _sum_of_first(arrays: Arrays, otherwise: jax.Array) -> jax.Array:
+    """A number that is there when all these arrays are."""
+    numbers = [jnp.asarray(first_of([a]), jnp.float32) for a in arrays if a.size]
+    return jnp.stack(numbers).sum() if numbers else otherwise
 
 
 def once_known(number: Any, arrays: Arrays) -> Arrays:

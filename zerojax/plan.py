@@ -109,7 +109,7 @@ class Plan:
         return tuple(self.axes) if self.config.stage > 0 else ()
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | int]:
         """What a step wants of its compiler, for ``jax.jit(..., compiler_options=...)`` around `value_and_grad`."""
         if isinstance(self.mesh, AbstractMesh):
             return {}

@@ -94,7 +94,9 @@ def _all_back(tape: list[_Done], cotangents: Sums, aux: Any, way: Pass) -> Sums:
         if any(var in cotangents for var in unit.results):  # else the loss does not depend on it
             _backward(done, cotangents, waiting, grads, aux, way)
         ready = [i for i in unit.params if i in waiting and first[i] == number]
-        grads.add(ready, way.reduce([waiting.pop(i) for i in ready], way.leaves(ready), aux))
+        reduced = way.reduce([waiting.pop(i) for i in ready], way.leaves(ready), aux)
+        way.left(reduced)
+        grads.add(ready, reduced)
         cotangents.wait_for([waiting[i] for i in unit.params if i in waiting], unit.active)
     return grads
 

@@ -314,6 +314,17 @@ def batch_by_device():
     return jax.tree.map(lambda a: a.reshape(8, -1, *a.shape[1:]), batch())
 
 
+def assert_right_gradients(name: str, config: zerojax.ZeroConfig):
+    """Loss and gradients of a structure are those of one device."""
+    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), config)
+    params = jax.device_put(init_fn(None), plan.state_shardings.params)
+    loss, grads = jax.jit(zerojax.value_and_grad(LOSSES[name], plan))(params, batch())
+    right_loss, right_grads = right(name)
+    assert float(loss) == pytest.approx(float(right_loss), rel=1e-5)
+    assert grads.pop("count") is None
+    assert_close(jax.device_get(grads), right_grads)
+
+
 AT_STAGE_2 = ["unrolled", "scanned", "scanned_backwards_collecting", "one_stack_twice", "tied_embedding"]
 STRUCTURES = [
     *((3, name) for name in LOSSES),
@@ -324,13 +335,7 @@ STRUCTURES = [
 @pytest.mark.parametrize(("stage", "name"), STRUCTURES)
 def test_gradients_of_every_structure(name, stage):
     config = zerojax.ZeroConfig(stage=stage, keep_whole_below=0, overrides={"bias": 1, "up": 2, "down": 1})
-    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), config)
-    params = jax.device_put(init_fn(None), plan.state_shardings.params)
-    loss, grads = jax.jit(zerojax.value_and_grad(LOSSES[name], plan))(params, batch())
-    right_loss, right_grads = right(name)
-    assert float(loss) == pytest.approx(float(right_loss), rel=1e-5)
-    assert grads.pop("count") is None
-    assert_close(jax.device_get(grads), right_grads)
+    assert_right_gradients(name, config)
 
 
 @jax.custom_vjp
@@ -372,13 +377,7 @@ DOTS = jax.checkpoint_policies.dots_saveable
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", ["scanned", pytest.param("unrolled", marks=pytest.mark.long), "tied_embedding"])
 def test_gradients_with_remat(name, stage, remat):
-    plan = zerojax.make_plan(init_fn, optax.sgd(0.1), make_mesh(), zerojax.ZeroConfig(stage=stage, remat=remat))
-    params = jax.device_put(init_fn(None), plan.state_shardings.params)
-    loss, grads = jax.jit(zerojax.value_and_grad(LOSSES[name], plan))(params, batch())
-    right_loss, right_grads = right(name)
-    assert float(loss) == pytest.approx(float(right_loss), rel=1e-5)
-    assert grads.pop("count") is None
-    assert_close(jax.device_get(grads), right_grads)
+    assert_right_gradients(name, zerojax.ZeroConfig(stage=stage, remat=remat))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -113,7 +113,8 @@ class Plan:
         """What a step wants of its compiler, for ``jax.jit(..., compiler_options=...)`` around `value_and_grad`."""
         if isinstance(self.mesh, AbstractMesh):
             return {}
-        return compilers.options(self.mesh.devices.flat[0].platform, self.config.stage)
+        stacked = any(len(leaf.shape) > 2 and leaf.dim for leaf in self.params)
+        return compilers.options(self.mesh.devices.flat[0].platform, self.config.stage, stacked)
 
     @functools.cached_property
     def wire(self) -> tuple[Leaf, ...]:

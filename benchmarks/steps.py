@@ -67,12 +67,12 @@ class Way:
         return float(np.median(self.seconds))
 
 
-def by_hand(name: str, size: Size, mesh: Mesh, placed: Callable, loss: Callable) -> Way:
+def by_hand(name: str, init_fn: Callable, mesh: Mesh, placed: Callable, loss: Callable) -> Way:
     """A step under plain ``jax.jit``; ``placed(shape)`` is the `PartitionSpec` of an array of the state."""
     tx = optimizer()
 
     def init(key):
-        params = init_fn(size, key)
+        params = init_fn(key)
         return params, tx.init(params)
 
     def step(state, batch):
@@ -90,7 +90,7 @@ def by_hand(name: str, size: Size, mesh: Mesh, placed: Callable, loss: Callable)
 
 
 def replicated(size: Size, mesh: Mesh) -> Way:
-    return by_hand("replicated", size, mesh, lambda shape: PartitionSpec(), partial(loss_fn, size))
+    return by_hand("replicated", partial(init_fn, size), mesh, lambda shape: PartitionSpec(), partial(loss_fn, size))
 
 
 def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
@@ -120,7 +120,7 @@ def fsdp(size: Size, mesh: Mesh, recomputed: str = "") -> Way:
     def loss(params, tokens):
         return loss_fn(size, params, tokens, block, lambda x: jax.lax.with_sharding_constraint(x, rows))
 
-    return by_hand(" ".join(filter(None, ("FSDP", recomputed))), size, mesh, placed, loss)
+    return by_hand(" ".join(filter(None, ("FSDP", recomputed))), partial(init_fn, size), mesh, placed, loss)
 
 
 def stage(size: Size, mesh: Mesh, number: int) -> Way:

@@ -100,6 +100,13 @@ class Pass:
             return held
         return self.gather(once_known(self._left[-3], once_known(self._done[-2], held)), leaves)
 
+    def paced(self, cotangents: Arrays) -> Arrays:
+        """Cotangents for the next unit. Without gathers it is they that wait for gradients to leave.
+
+        Else a scheduler puts off the products of the gradients, and all that they are made of stays.
+        """
+        return cotangents if self.prefetches else once_known(self._left[-3], cotangents)
+
     def gather(self, held: Arrays, leaves: Leaves) -> Arrays:
         return self._traffic.gather(held, leaves) if self._traffic.gather and held else held
 

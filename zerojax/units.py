@@ -123,7 +123,7 @@ def _backward(done: _Done, cotangents: Sums, waiting: Sums, grads: Sums, aux: An
     if whole is None:
         whole = way.whole(way.held(unit.params), way.leaves(unit.params))
     views, look_back = jax.vjp(unit.look, whole)
-    of_views, of_active, of_stacks = done.back(views, cotangents.of(unit.results), aux, way)
+    of_views, of_active, of_stacks = done.back(views, way.paced(cotangents.of(unit.results)), aux, way)
     (of_whole,) = look_back(of_views)
     way.done([*of_active, *of_whole])
     cotangents.add(unit.active, of_active)

@@ -93,6 +93,9 @@ class ZeroConfig:
         ``jax.checkpoint_policies.dots_saveable``.
       overrides: per leaf, by glob pattern on its path (``{"*/embedding": 1, "head/*": None}``): the dim to partition,
         or ``None`` to keep it whole. The first pattern that matches counts.
+      trainable: patterns likewise of the parameters that are trained (``"*/lora_*"`` or several of them).
+      frozen: patterns of those that are not, although ``trainable`` matches them. They are partitioned and gathered as
+        the others; they have no gradient, no part in ``grad_norm`` and no state in the optimizer, and do not change.
 
     Raises:
       ValueError: if a value is out of range, with what to write instead.
@@ -109,13 +112,15 @@ class ZeroConfig:
     allow_whole: bool = False
     remat: str | Callable[..., Any] | None = None
     overrides: tuple[tuple[str, int | None], ...] = ()
+    trainable: tuple[str, ...] = ("*",)
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self):
         if isinstance(self.precision, str):
             object.__setattr__(self, "precision", Precision.parse(self.precision))
-        if isinstance(self.shard_axes, str):
-            object.__setattr__(self, "shard_axes", (self.shard_axes,))
-        object.__setattr__(self, "shard_axes", tuple(self.shard_axes))
+        for name in ("shard_axes", "trainable", "frozen"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         object.__setattr__(self, "overrides", tuple((pattern, dim) for pattern, dim in pairs))
         self._check()
@@ -138,3 +143,7 @@ class ZeroConfig:
         for pattern, dim in self.overrides:
             if not isinstance(pattern, str) or not (dim is None or type(dim) is int):
                 raise ValueError(f"override {pattern!r}: {dim!r} is not a path pattern with a dim (an int) or None")
+        for name in ("trainable", "frozen"):
+            wrong = [pattern for pattern in getattr(self, name) if not isinstance(pattern, str)]
+            if wrong:
+                raise ValueError(f"{name}: {wrong[0]!r} is not a path pattern such as '*/lora_*'")

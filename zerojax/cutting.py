@@ -37,18 +37,22 @@ class Unit:
 
     Attributes:
       params: numbers of the parameters that are whole while it runs.
-      look: ``whole parameters -> views``, that which the equations read of them.
-      viewed: the variables that these views are.
+      trained: of those of them that a gradient is wanted of.
+      look: ``whole parameters -> (views, still views)``, that which the equations read of them; gradients flow through
+        the former only.
+      viewed, still: the variables that these views are.
       active, passive: the other inputs; gradients flow through active ones.
       results, others: outputs that gradients flow through, and others.
-      call: ``(*views, *active, *passive) -> [*results, *others]``; not for a loop.
+      call: ``(*views, *active, *still views, *passive) -> [*results, *others]``; not for a loop.
       primitives: the names of its equations.
       loop: of a scan over stacked parameters.
     """
 
     params: tuple[int, ...]
-    look: Callable[[list[jax.Array]], list[jax.Array]]
+    trained: tuple[int, ...]
+    look: Callable[[list[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
     viewed: tuple[Var, ...]
+    still: tuple[Var, ...]
     active: tuple[Var, ...]
     passive: tuple[Var, ...]
     results: tuple[Var, ...]
@@ -57,9 +61,10 @@ class Unit:
     primitives: tuple[str, ...]
     loop: "Loop | None" = None
 
-    def given(self, views: list, active: list, passive: list) -> dict[Var, Any]:
+    def given(self, views: list, active: list, still: list, passive: list) -> dict[Var, Any]:
         """Its inputs by variable."""
-        return dict(zip((*self.viewed, *self.active, *self.passive), (*views, *active, *passive), strict=True))
+        inputs = (*self.viewed, *self.active, *self.still, *self.passive)
+        return dict(zip(inputs, (*views, *active, *still, *passive), strict=True))
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,11 @@ class Loop:
     def numbers(self) -> list[int]:
         """Of the stacked parameters that the body uses."""
         return [list(self.stacks.values())[i] for i in self.body.params]
+
+    @property
+    def trained(self) -> list[int]:
+        """Of those of them that a gradient is wanted of."""
+        return [list(self.stacks.values())[i] for i in self.body.trained]
 
     def parts(self, given: dict[Var, Any]) -> tuple[list, list, list]:
         """Constants, what is carried at first, and what is scanned over; ``None`` for the stacks."""
@@ -151,7 +161,8 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
       program: the loss; its first inputs are the parameters.
       leaves: where each parameter is partitioned.
     """
-    maker = _Maker(program, program.inputs[: len(leaves)], program.outputs[:1])
+    trained = {i for i, leaf in enumerate(leaves) if leaf.trained}
+    maker = _Maker(program, program.inputs[: len(leaves)], trained, program.outputs[:1])
     if any(jaxprs.writes(eqn) for eqn in maker.eqns):  # what is written and read must not be torn apart
         maker.active.update(var for eqn in maker.eqns for var in eqn.outvars if _is_inexact(var.aval))
         return [maker.unit(maker.eqns, _wanted_of([maker.eqns], program.outputs, maker)[0])]
@@ -224,27 +235,35 @@ class _Maker:
     Attributes:
       eqns: all but views of parameters.
       numbers: of the parameters.
+      trained: the numbers of those of which gradients are wanted.
       roots: the parameters on which each view depends; a parameter is a view of itself.
-      active: variables that depend on parameters, or on active inputs, and on which a differentiated output depends.
+      active: variables that depend on trained parameters, or on active inputs, and on which a differentiated output
+        depends.
     """
 
     def __init__(
-        self, program: jaxprs.Program, params: Sequence[Var], outputs: Iterable[Any], inputs: Iterable[Var] = ()
+        self,
+        program: jaxprs.Program,
+        params: Sequence[Var],
+        trained: set[int],
+        outputs: Iterable[Any],
+        inputs: Iterable[Var] = (),
     ):
+        self.trained = trained
         self.numbers = {var: i for i, var in enumerate(params)}
         self.roots = {var: {i} for var, i in self.numbers.items()}
         self.eqns: list[JaxprEqn] = []
-        self._params, self._views, moved = params, {}, set(inputs)
+        self._params, self._views, moved = params, {}, {*inputs, *(params[i] for i in trained)}
         for eqn in program.eqns:
             read = jaxprs.variables(eqn.invars)
+            if eqn.primitive.name not in _STOPS and any(var in moved for var in read):
+                moved.update(var for var in eqn.outvars if _is_inexact(var.aval))
             if read and all(var in self.roots for var in read) and _is_view(eqn):
                 for var in eqn.outvars:
                     self._views[var] = eqn
                     self.roots[var] = set().union(*(self.roots[inner] for inner in read))
                 continue
             self.eqns.append(eqn)
-            if eqn.primitive.name not in _STOPS and any(var in self.roots or var in moved for var in read):
-                moved.update(var for var in eqn.outvars if _is_inexact(var.aval))
         self.moved, self.behind = moved, _behind(program, outputs)
         self.active = self.moved & self.behind
 
@@ -258,33 +277,40 @@ class _Maker:
         made = {var for eqn in eqns for var in eqn.outvars}
         atoms = [atom for eqn in eqns for i, atom in enumerate(eqn.invars) if not (stacks and i in stacks)]
         reads = jaxprs.variables([*atoms, *(var for var in wanted if var not in made)])
-        viewed = tuple(var for var in reads if var in self.roots)
+        views = [var for var in reads if var in self.roots]
+        viewed = tuple(var for var in views if var in self.moved)
+        still = tuple(var for var in views if var not in self.moved)
         inputs = [var for var in reads if var not in made and var not in self.roots]
         active = tuple(var for var in inputs if var in self.active)
         passive = tuple(var for var in inputs if var not in self.active)
-        results = tuple(var for var in wanted if var in self.active or var in self.roots)
+        results = tuple(var for var in wanted if var in self.active)
         others = tuple(var for var in wanted if var not in results)
-        params = tuple(sorted(set().union(*(self.roots[var] for var in viewed))))
-        look = jaxprs.function(self._makers(viewed), [self._params[i] for i in params], viewed)
-        call = jaxprs.function(eqns, (*viewed, *active, *passive), (*results, *others))
+        params = tuple(sorted(set().union(*(self.roots[var] for var in views))))
+        trained = tuple(i for i in params if i in self.trained and any(i in self.roots[var] for var in viewed))
+        look_at = jaxprs.function(self._makers(views), [self._params[i] for i in params], (*viewed, *still))
+        call = jaxprs.function(eqns, (*viewed, *active, *still, *passive), (*results, *others))
+
+        def look(whole):
+            seen = look_at(*whole)
+            return seen[: len(viewed)], seen[len(viewed) :]
+
         scan = jaxprs.scan_of(eqns[0]) if stacks else None
         loop = self._loop(eqns[0], scan, stacks) if scan and stacks else None
         names = tuple(eqn.primitive.name for eqn in eqns)
-        return Unit(params, lambda whole: look(*whole), viewed, active, passive, results, others, call, names, loop)
+        return Unit(params, trained, look, viewed, still, active, passive, results, others, call, names, loop)
 
     def _loop(self, eqn: JaxprEqn, scan: jaxprs.Scan, stacks: dict[int, int]) -> Loop:
         program = jaxprs.inline(scan.body, stacks)
         pairs = list(zip(program.inputs, eqn.invars, strict=True))
-        inputs = {var for var, atom in pairs if _is_in(atom, self.active) or _is_in(atom, self.roots)}
+        inputs = {var for var, atom in pairs if _is_in(atom, self.active)}
         outputs = [a for a, var in zip(program.outputs, eqn.outvars, strict=True) if var in self.active]
         carried_in = program.inputs[scan.constants : scan.constants + scan.carried]
         carried_out = program.outputs[: scan.carried]
         params = [program.inputs[i] for i in stacks]
+        trained = {i for i, number in enumerate(stacks.values()) if number in self.trained}
         while True:  # what is carried may make more of what is carried depend on parameters, or matter
-            maker = _Maker(program, params, outputs, inputs)
-            moved = {
-                i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved | set(maker.roots))
-            }
+            maker = _Maker(program, params, trained, outputs, inputs)
+            moved = {i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved)}
             behind = [
                 o for i, o in zip(carried_in, carried_out, strict=True) if i in maker.behind and _is_inexact(i.aval)
             ]

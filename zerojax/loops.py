@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.cutting import Flow, Loop, Unit, read
-from zerojax.passes import Arrays, Pass, Reduced, Sums, first_of, linearize, once_known
+from zerojax.passes import Arrays, Pass, Reduced, Sums, first_of, linearize, look_at, once_known
 
 
 class _Layers:
@@ -58,10 +58,10 @@ def _empty(shapes: Iterable[Any], *length: int) -> Arrays:
     return [lax.full((*length, *a.shape), 0, a.dtype) for a in shapes]
 
 
-def run_loop(unit: Unit, loop: Loop, views: Arrays, active: Arrays, passive: Arrays, way: Pass):
+def run_loop(unit: Unit, loop: Loop, views: Arrays, active: Arrays, still: Arrays, passive: Arrays, way: Pass):
     """``(results, others, back)`` of a scan over stacked parameters."""
     scan, body, layers, rebuilds = loop.scan, loop.body, _Layers(loop, way), []
-    consts, carried, scanned = loop.parts(unit.given(views, active, passive))
+    consts, carried, scanned = loop.parts(unit.given(views, active, still, passive))
 
     def turn(carry, number, more=True):
         carried, collected, coming = carry
@@ -69,11 +69,13 @@ def run_loop(unit: Unit, loop: Loop, views: Arrays, active: Arrays, passive: Arr
         coming = layers.coming(number + 1) if more else []
         own = _layer_of(scanned, layers.number(number))
         here = loop.enter(consts, carried, own)
-        looked = body.look(whole)
-        inputs = looked, read(here, body.active), read(here, body.passive)
-        results, others, kept, rebuild = linearize(body, *inputs, way.remat, loop.restored(consts, own))
+        looked, unmoved = body.look(whole)
+        inputs = looked, read(here, body.active), [*unmoved, *read(here, body.passive)]
+        known = [*unmoved, *loop.restored(consts, own)]
+        results, others, kept, rebuild = linearize(body, *inputs, way.remat, known)
         rebuilds.append(rebuild)
-        here.update(zip((*body.viewed, *body.results, *body.others), (*looked, *results, *others), strict=True))
+        made = (*looked, *unmoved, *results, *others)
+        here.update(zip((*body.viewed, *body.still, *body.results, *body.others), made, strict=True))
         outputs = read(here, loop.program.outputs)
         collected = _put(collected, layers.number(number), outputs[scan.carried :])
         return (outputs[: scan.carried], collected, coming), kept
@@ -88,8 +90,8 @@ def run_loop(unit: Unit, loop: Loop, views: Arrays, active: Arrays, passive: Arr
     outputs = dict(zip(loop.eqn.outvars, (*carried, *collected), strict=True))
     tape = _Tape(kept, rebuilds[0], kept_last, rebuilds[-1], whole_last)
 
-    def back(views, cotangents, aux, way):
-        given, of_results = unit.given(views, active, passive), Sums(zip(unit.results, cotangents, strict=True))
+    def back(views, still, cotangents, aux, way):
+        given, of_results = unit.given(views, active, still, passive), Sums(zip(unit.results, cotangents, strict=True))
         of_inputs, of_stacks = _LoopBack(loop, loop.flow(unit), way, aux).run(given, of_results, tape)
         return of_inputs.of(unit.viewed), of_inputs.of(unit.active), of_stacks
 
@@ -123,6 +125,7 @@ class _LoopBack:
     def __init__(self, loop: Loop, flow: Flow, way: Pass, aux: Any):
         self._loop, self._flow, self._way, self._aux = loop, flow, way, aux
         self._layers, self._length = _Layers(loop, way), loop.scan.length
+        self._trained = [leaf.layer() for leaf in way.leaves(loop.trained)]
 
     def run(self, given: dict, cotangents: Sums, tape: _Tape) -> tuple[Sums, Sums]:
         """Cotangents of the loop's inputs, and reduced gradients by the number of the parameter."""
@@ -146,13 +149,13 @@ class _LoopBack:
         of_inputs.add(flow.carried, carry.of_carried)
         of_inputs.add(flow.scanned, carry.of_scanned)
         sums = self._reduced(carry.sums, carry.waiting, 0)
-        of_stacks.add(self._loop.numbers, sums)  # the scan may take one stack twice
+        of_stacks.add(self._loop.trained, sums)  # the scan may take one stack twice
         return of_inputs, of_stacks
 
     def _start(self, cotangents: Sums, tape: _Tape) -> _Carry:
         of_carried, of_consts = cotangents.of(self._flow.carried_results), Sums().of(self._flow.consts_in)
         of_scanned = _empty((var.aval for var in self._flow.scanned_in), self._length)
-        sums = _empty(self._way.reduced(self._layers.leaves, self._aux), self._length)
+        sums = _empty(self._way.reduced(self._trained, self._aux), self._length)
         return _Carry(of_carried, of_consts, of_scanned, sums, tape.whole_last, None)
 
     def _turn(self, carry: _Carry, number: Any, back: Callable, consts, scanned, of_collected) -> _Carry:
@@ -160,14 +163,15 @@ class _LoopBack:
         whole = layers.whole(carry.coming, number)
         coming = layers.coming(jnp.maximum(number - 1, 0))  # the first layer is gathered once more, in its own turn
         sums = self._reduced(carry.sums, carry.waiting, number + 1)
-        looked, look_back = jax.vjp(body.look, whole)
+        looked, unmoved, look_back = look_at(body, whole)
         here = Sums()
         here.add(flow.carried_out, carry.of_carried)
         here.add(flow.collected_out, of_collected)
-        of_views, of_active = back(looked, self._loop.restored(consts, scanned))(here.of(body.results))
+        known = [*unmoved, *self._loop.restored(consts, scanned)]
+        of_views, of_active = back(looked, known)(here.of(body.results))
         here = Sums({var: a for var, a in here.items() if var not in body.results})  # what passes through unchanged
         here.add(body.active, of_active)
-        (waiting,) = look_back(of_views)
+        waiting = look_back(of_views)
         of_consts = [a + b for a, b in zip(carry.of_consts, here.of(flow.consts_in), strict=True)]
         of_scanned = _put(carry.of_scanned, layers.number(number), here.of(flow.scanned_in))
         return _Carry(here.of(flow.carried_in), of_consts, of_scanned, sums, coming, waiting)
@@ -181,4 +185,4 @@ class _LoopBack:
         if waiting is None:
             return sums
         (place,) = once_known(first_of(waiting), [jnp.asarray(self._layers.number(number))])
-        return _put(sums, place, self._way.reduce(waiting, self._layers.leaves, self._aux))
+        return _put(sums, place, self._way.reduce(waiting, self._trained, self._aux))

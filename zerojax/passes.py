@@ -148,6 +148,17 @@ def once_known(number: Any, arrays: Arrays) -> Arrays:
     return [jnp.where(never, jnp.zeros_like(a), a) for a in arrays]
 
 
+def look_at(unit: Unit, whole: Arrays) -> tuple[Arrays, Arrays, Callable[[Arrays], Arrays]]:
+    """``(views, still views, back)``; ``back(of views)`` is the gradient of the unit's trained parameters."""
+    views, look_back, still = jax.vjp(unit.look, whole, has_aux=True)
+
+    def back(of_views):
+        (of_whole,) = look_back(of_views)
+        return [a for a, number in zip(of_whole, unit.params, strict=True) if number in unit.trained]
+
+    return views, still, back
+
+
 def linearize(unit: Unit, views: Arrays, active: Arrays, passive: Arrays, remat: Any, known: Sequence[Any] = ()):
     """``(results, others, kept, rebuild)``: ``rebuild(kept, views, known)`` is the function of the cotangents.
 

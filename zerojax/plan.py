@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from zerojax import compilers, tables
 from zerojax.config import ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
-from zerojax.precision import cast, floating, is_floating
+from zerojax.precision import cast, is_floating
 
 _WHOLE_SHARE = 0.01  # of all bytes: what may stay whole, for want of a dim, without the config allowing it
 
@@ -34,6 +34,7 @@ class Leaf:
       why: the reason, in words.
       unwanted: whether it stays whole only because it cannot be partitioned.
       follows: the path of the parameter whose placement it shares, or ``""``.
+      trained: of a parameter, whether it has a gradient and state in the optimizer.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Leaf:
     why: str
     unwanted: bool = False
     follows: str = ""
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -118,9 +120,9 @@ class Plan:
 
     @functools.cached_property
     def wire(self) -> tuple[Leaf, ...]:
-        """The trained parameters as this stage places them, in the order of ``jax.tree.leaves``."""
-        trained = [leaf for leaf in self.params if is_floating(leaf)]
-        return tuple(trained if self.config.stage > 0 else [dataclasses.replace(leaf, dim=None) for leaf in trained])
+        """The floating parameters as this stage places them, in the order of ``jax.tree.leaves``."""
+        floats = [leaf for leaf in self.params if is_floating(leaf)]
+        return tuple(floats if self.config.stage > 0 else [dataclasses.replace(leaf, dim=None) for leaf in floats])
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -158,6 +160,36 @@ class Plan:
         Stage 0 keeps the state whole: to and from it, move a state by ``jax.device_put(state, plan.state_shardings)``.
         """
         return dataclasses.replace(self, config=dataclasses.replace(self.config, stage=stage))
+
+    def trained(self, params: Tree) -> Tree:
+        """The tree that the optimizer sees: parameters that are not trained are replaced by ``None``."""
+        return _trained(params, self.params)
+
+    def with_trained(self, params: Tree, trained: Tree) -> Tree:
+        """``params`` with other trained leaves: the inverse of `trained`."""
+        leaves, treedef = jax.tree.flatten(params)
+        new = iter(jax.tree.leaves(trained))
+        return treedef.unflatten([next(new) if p.trained else old for p, old in zip(self.params, leaves, strict=True)])
+
+    def transform(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """``tx`` for trees of all parameters: what is not trained gets an update of zero.
+
+        For loops that call ``tx.update`` and `optax.apply_updates` with all parameters and the gradients of
+        `zerojax.value_and_grad`; the state is that of ``tx``.
+        """
+
+        def init(params):
+            return tx.init(self.trained(params))
+
+        def update(updates, state, params=None, **extra):
+            trained = self.trained(params)
+            updates = jax.tree.structure(trained).unflatten(jax.tree.leaves(updates))
+            updates, state = full.update(updates, state, trained, **extra)
+            nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)  # minus zero is what changes no bit
+            return self.with_trained(nothing, updates), state
+
+        full = optax.with_extra_args_support(tx)
+        return optax.GradientTransformationExtraArgs(init, update)
 
     def bytes_per_device(self, part: str | None = None) -> int:
         """Bytes of the state at rest on each device: all of it, or of its part ``"params"``, ``"opt_state"``, ..."""
@@ -226,9 +258,9 @@ def make_plan(
     _check_axes(mesh, config)
     with mesh_context(mesh):
         variables, stacked = _trace(init_fn, config)
-        trained = floating(variables.params)
-        opt_state = jax.eval_shape(tx.init, trained)
     params = _parameter_leaves(variables.params, stacked, base_specs, mesh, config)
+    with mesh_context(mesh):
+        opt_state = jax.eval_shape(tx.init, _trained(variables.params, params))
     trees = (variables.params, opt_state, variables.model_state)
     return Plan(
         config,
@@ -303,10 +335,38 @@ def _parameter_leaves(params, stacked, base_specs, mesh, config) -> tuple[Leaf, 
     unused = [p for p, _ in config.overrides if not any(fnmatchcase(path, p) for path, _ in with_paths)]
     if unused:
         raise ValueError(f"overrides {unused} match no parameter; paths are such as {[p for p, _ in with_paths[:3]]}")
-    return tuple(
+    leaves = [
         _parameter_leaf(path, leaf, layers, spec, mesh, config)
         for (path, leaf), layers, spec in zip(with_paths, stacked, specs, strict=True)
-    )
+    ]
+    trained = _trained_paths([leaf.path for leaf in leaves if is_floating(leaf)], config)
+    return tuple(dataclasses.replace(leaf, trained=leaf.path in trained) for leaf in leaves)
+
+
+def _trained_paths(paths: list[str], config: ZeroConfig) -> set[str]:
+    """Of the paths of floating parameters, those that are trained."""
+
+    def matching(patterns):
+        found = {pattern: [path for path in paths if fnmatchcase(path, pattern)] for pattern in patterns}
+        unused = [pattern for pattern in patterns if not found[pattern] and pattern != "*"]
+        if unused:
+            raise ValueError(
+                f"{unused} in trainable or frozen match no floating parameter; paths are such as {paths[:3]}"
+            )
+        return {path for matches in found.values() for path in matches}
+
+    trained = matching(config.trainable) - matching(config.frozen)
+    if paths and not trained:
+        raise ValueError(
+            f"trainable={config.trainable} and frozen={config.frozen} leave no parameter to train; paths are such as "
+            f"{paths[:3]}"
+        )
+    return trained
+
+
+def _trained(params: Tree, leaves: Sequence[Leaf]) -> Tree:
+    arrays, treedef = jax.tree.flatten(params)
+    return treedef.unflatten([a if leaf.trained else None for a, leaf in zip(arrays, leaves, strict=True)])
 
 
 def _optimizer_leaves(opt_state, params, leaves, mesh, config) -> tuple[Leaf, ...]:
@@ -461,6 +521,7 @@ def _row(plan: Plan, leaf: Leaf) -> tuple[str, ...]:
     spec = leaf.spec(plan.partitioned_axes)
     placed = ", ".join(f"dim {d} over {'+'.join(_axes_of(e))}" for d, e in enumerate(spec) if e is not None) or "whole"
     why = leaf.why if plan.config.stage > 0 or leaf.dim is None else "stage 0"
+    why = why if leaf.trained or not is_floating(leaf) else f"frozen; {why}"
     here, of = tables.size(plan._bytes(leaf)), tables.size(leaf.bytes)
     return leaf.path, "x".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype), placed, here, of, why
 

@@ -1,4 +1,4 @@
-"""Which leaves are trained, and casts that touch only those."""
+"""Which leaves are numbers that a loss computes with, and casts that touch only those."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from zerojax.contracts import Tree
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether a leaf (array or shape) is trained: integers, booleans and random keys pass through training as they are.
+    """Whether a leaf (array or shape) can be trained: integers, booleans and random keys pass through as they are.
 
     >>> is_floating(jnp.zeros(2)), is_floating(jnp.arange(2))
     (True, False)
@@ -18,22 +18,22 @@ def is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def floating(tree: Tree) -> Tree:
-    """The tree that the optimizer sees: leaves that are not trained are replaced by ``None``.
+def floating(tree: Tree) -> list[Any]:
+    """The floating leaves.
 
-    >>> floating({"w": jnp.zeros(2), "n": jnp.int32(3)})["n"] is None
-    True
+    >>> floating({"w": 1.0 * jnp.arange(2), "n": jnp.int32(3)})
+    [Array([0., 1.], dtype=float32)]
     """
-    return jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, tree)
+    return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
 
 
-def merge(trained: Tree, tree: Tree) -> Tree:
-    """``tree`` with its floating leaves taken from ``trained``: the inverse of `floating`.
+def merge(floats: list[Any], tree: Tree) -> Tree:
+    """``tree`` with other floating leaves: the inverse of `floating`.
 
-    >>> merge({"w": jnp.ones(1), "n": None}, {"w": jnp.zeros(1), "n": jnp.int32(3)})
+    >>> merge([jnp.ones(1)], {"w": jnp.zeros(1), "n": jnp.int32(3)})
     {'n': Array(3, dtype=int32), 'w': Array([1.], dtype=float32)}
     """
-    new = iter(jax.tree.leaves(trained))
+    new = iter(floats)
     return jax.tree.map(lambda leaf: next(new) if is_floating(leaf) else leaf, tree)
 
 

@@ -11,7 +11,7 @@ import optax
 from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.plan import Plan, born, mesh_context
-from zerojax.precision import cast, floating, is_floating
+from zerojax.precision import cast, is_floating
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
 
@@ -56,7 +56,7 @@ def init_state(
         else:  # init_fn makes the model state only
             model_state = jax.jit(lambda key: init(key).model_state, out_shardings=shardings.model_state)(key)
             variables = Variables(_place_params(params, plan), model_state)
-        opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(floating(variables.params))
+        opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(plan.trained(variables.params))
         step, rng = jax.jit(lambda key: (jnp.int32(0), _train_key(key)), out_shardings=plan.replicated)(key)
     return TrainState(step, variables.params, opt_state, rng, variables.model_state)
 
@@ -82,7 +82,7 @@ def gather_params(params: Tree, plan: Plan) -> Tree:
 def check_transform(tx: optax.GradientTransformation, plan: Plan):
     """Raise a ``ValueError`` unless ``tx`` makes the optimizer state that the plan has places for."""
     with mesh_context(plan.mesh):
-        made = jax.eval_shape(tx.init, floating(plan.abstract_state.params))
+        made = jax.eval_shape(tx.init, plan.trained(plan.abstract_state.params))
     _check_shapes(made, plan.abstract_state.opt_state, "the optimizer state of tx")
 
 

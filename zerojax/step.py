@@ -20,7 +20,7 @@ from zerojax import collectives, units
 from zerojax.contracts import Loss, TrainState, Tree
 from zerojax.passes import Traffic
 from zerojax.plan import Leaf, Plan, mesh_context
-from zerojax.precision import cast, cast_like, floating, gradient_dtype, is_floating, merge
+from zerojax.precision import cast, cast_like, floating, gradient_dtype, merge
 from zerojax.state import check_batch, check_params, check_state, check_transform, place_batch
 
 
@@ -105,7 +105,7 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
     def train_step(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
         loss, grads, model_state = gradient(state.params, batch, rng, state.model_state)
-        params, opt_state = _update(tx, grads, state)
+        params, opt_state = _update(tx, grads, state, plan)
         metrics = {"loss": loss.total, "grad_norm": optax.tree.norm(grads), "step": state.step + 1}
         new = TrainState(state.step + 1, params, opt_state, state.rng, model_state)
         return new, _add_metrics(metrics, loss.metrics)
@@ -140,7 +140,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> Step:
     call = with_arguments(metric_fn)
 
     def local(params, batch, rng, model_state):
-        whole = _whole(_trained(params), plan.wire, plan)
+        whole = _whole(floating(params), plan.wire, plan)
         value = call(merge(whole, params), batch, _fold(rng, 0, plan), model_state)
         named = isinstance(value, Mapping)
         loss = _as_loss(Loss(0.0, 1.0, value) if named else value, "metric_fn")
@@ -166,8 +166,8 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
 
     Returns:
       ``f(params, batch, rng=None, model_state=None) -> (loss, gradients)``: the gradient of the mean over all rows,
-      placed like the parameters and in their dtype; ``None`` for leaves that are not floating. Fold the step into
-      ``rng`` yourself; micro-batch and device are folded here.
+      placed like the parameters and in their dtype; ``None`` for leaves that are not floating, or frozen. Fold the
+      step into ``rng`` yourself; micro-batch and device are folded here.
 
     Raises:
       ValueError: as `make_train_step`, while tracing; also if another mesh than the plan's is active.
@@ -188,7 +188,7 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
         _check_key(rng)
         _check_context(plan)
         loss, grads, model_state = gradient(params, batch, rng, model_state)
-        grads = cast_like(grads, floating(params))
+        grads = cast_like(grads, plan.trained(params))
         if not has_aux:
             return loss.total, grads
         return (loss.total, Loss(loss.total * loss.weight, loss.weight, loss.metrics, model_state)), grads
@@ -210,12 +210,12 @@ def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
         grads = [_divide(g.astype(dtype), loss.weight) for g in grads]
         return loss, grads, collectives.mean(model_state, plan.axes)
 
-    grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire]
+    grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
     sharded = _over_rows(local, plan, (PartitionSpec(), grad_specs, PartitionSpec()))
 
     def run(params, batch, rng, model_state):
         loss, grads, model_state = sharded(params, batch, rng, model_state)
-        return loss, jax.tree.structure(floating(params)).unflatten(grads), model_state
+        return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), model_state
 
     return run
 
@@ -243,7 +243,7 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     """This device's sums over its micro-batches, and the reduced sum of the gradients."""
     config = plan.config
     schedule, precision, count, remat = _SCHEDULES[config.stage], config.precision, config.accumulate, config.remat
-    shards, dtype = _trained(params), gradient_dtype(precision)
+    shards, dtype = floating(params), gradient_dtype(precision)
 
     def gather(shards, leaves):
         return _whole(shards, leaves, plan)
@@ -260,9 +260,13 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
 
+    def on_trained(trained, *args):
+        new = iter(trained)
+        return on_whole([next(new) if leaf.trained else a for a, leaf in zip(held, plan.wire, strict=True)], *args)
+
     every = schedule.reduce == "micro-batch"
     held = gather(shards, plan.wire) if schedule.gather == "step" else shards
-    zeros = [jnp.zeros(a.shape, dtype) for a in (shards if every else held)]
+    zeros = [jnp.zeros(a.shape, dtype) for a in _trained(shards if every else held, plan)]
     travelling = gather if schedule.gather == "use" else None
     traffic = Traffic(travelling, leaving, precision.compute_dtype, remat)
     in_units = units.gradient(on_whole, held, plan.wire, traffic)
@@ -271,9 +275,9 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
         args = rows, _fold(rng, index, plan), model_state
         if every or remat is not None:
             (_, loss), grads = in_units(index, *args)
-            grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
+            grads = [zero if g is None else g for g, zero in zip(_trained(grads, plan), zeros, strict=True)]
         else:
-            (_, loss), grads = jax.value_and_grad(on_whole, has_aux=True)(held, *args)
+            (_, loss), grads = jax.value_and_grad(on_trained, has_aux=True)(_trained(held, plan), *args)
             grads = weigh(grads, loss)
         return loss.model_state, grads, _weighted(loss)
 
@@ -281,7 +285,7 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
         model_state, grads, sums = micro_batch(model_state, 0, batch)
     else:
         model_state, grads, sums = _accumulate(micro_batch, model_state, zeros, _micro_batches(batch, count))
-    return sums, grads if every else reduce(grads, plan.wire), model_state
+    return sums, grads if every else reduce(grads, _trained(plan.wire, plan)), model_state
 
 
 def _accumulate(micro_batch, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
@@ -302,8 +306,9 @@ def _micro_batches(batch: Tree, count: int) -> Tree:
     return jax.tree.map(lambda a: a.reshape(a.shape[0] // count, count, *a.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _trained(params: Tree) -> list[jax.Array]:
-    return [leaf for leaf in jax.tree.leaves(params) if is_floating(leaf)]
+def _trained(floats: Sequence[Any], plan: Plan) -> list[Any]:
+    """Of what stands for each floating parameter, that of those which are trained."""
+    return [a for a, leaf in zip(floats, plan.wire, strict=True) if leaf.trained]
 
 
 def _whole(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
@@ -341,12 +346,12 @@ def _divisor(weight: jax.Array) -> jax.Array:
 # ---- the lower half: on global arrays ----
 
 
-def _update(tx: optax.GradientTransformation, grads: Tree, state: TrainState) -> tuple[Tree, Tree]:
+def _update(tx: optax.GradientTransformation, grads: Tree, state: TrainState, plan: Plan) -> tuple[Tree, Tree]:
     """Parameters and optimizer state after ``tx``, in the dtypes that they had."""
-    trained = floating(state.params)
+    trained = plan.trained(state.params)
     updates, opt_state = tx.update(grads, state.opt_state, trained)
     params = cast_like(optax.apply_updates(trained, updates), trained)
-    return merge(params, state.params), cast_like(opt_state, state.opt_state)
+    return plan.with_trained(state.params, params), cast_like(opt_state, state.opt_state)
 
 
 # ---- the contract of the loss ----

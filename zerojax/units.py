@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from zerojax import jaxprs
 from zerojax.cutting import Unit, cut, read
 from zerojax.loops import run_loop
-from zerojax.passes import Arrays, Leaves, Pass, Reduced, Sums, Traffic, linearize
+from zerojax.passes import Arrays, Leaves, Pass, Reduced, Sums, Traffic, linearize, look_at
 
 
 def gradient(
@@ -32,8 +32,8 @@ def gradient(
       traffic: how they travel.
 
     Returns:
-      ``f(turn, *args) -> ((scalar, aux), reduced gradients)``: ``None`` for a parameter without influence. ``turn`` is
-      the number of the micro-batch.
+      ``f(turn, *args) -> ((scalar, aux), reduced gradients)``: ``None`` for a parameter that is not trained or has no
+      influence. ``turn`` is the number of the micro-batch.
     """
     shapes = traffic.shapes(leaves)
 
@@ -87,17 +87,17 @@ def _all_forward(units: list[Unit], values: dict, way: Pass) -> list[_Done]:
 
 def _all_back(tape: list[_Done], cotangents: Sums, aux: Any, way: Pass) -> Sums:
     """The reduced gradients. That of a parameter of several units waits for the first of them, and travels once."""
-    first = {i: number for number, done in reversed(list(enumerate(tape))) for i in done.unit.params}
+    first = {i: number for number, done in reversed(list(enumerate(tape))) for i in done.unit.trained}
     grads, waiting = Reduced(), Sums()
     for number, done in reversed(list(enumerate(tape))):
         unit = done.unit
         if any(var in cotangents for var in unit.results):  # else the loss does not depend on it
             _backward(done, cotangents, waiting, grads, aux, way)
-        ready = [i for i in unit.params if i in waiting and first[i] == number]
+        ready = [i for i in unit.trained if i in waiting and first[i] == number]
         reduced = way.reduce([waiting.pop(i) for i in ready], way.leaves(ready), aux)
         way.left(reduced)
         grads.add(ready, reduced)
-        cotangents.wait_for([waiting[i] for i in unit.params if i in waiting], unit.active)
+        cotangents.wait_for([waiting[i] for i in unit.trained if i in waiting], unit.active)
     return grads
 
 
@@ -105,13 +105,14 @@ def _all_back(tape: list[_Done], cotangents: Sums, aux: Any, way: Pass) -> Sums:
 
 
 def _forward(unit: Unit, whole: Arrays, values: dict, way: Pass) -> Callable:
-    """Run a unit; returns ``(views, cotangents, aux, way) -> (of views, of active, reduced gradients of stacks)``."""
-    views = unit.look(whole)
-    active, passive = read(values, unit.active), read(values, unit.passive)
-    if unit.loop is None:
-        results, others, back = _plain(unit, views, active, passive, way)
-    else:
-        results, others, back = run_loop(unit, unit.loop, views, active, passive, way)
+    """Run a unit.
+
+    Returns:
+      ``(views, still views, cotangents, aux, way) -> (of views, of active, reduced gradients of stacks)``.
+    """
+    views, still = unit.look(whole)
+    inputs = views, read(values, unit.active), still, read(values, unit.passive)
+    results, others, back = run_loop(unit, unit.loop, *inputs, way) if unit.loop else _plain(unit, *inputs, way)
     values.update(zip((*unit.results, *unit.others), (*results, *others), strict=True))
     way.done([*results, *others])
     return back
@@ -122,20 +123,21 @@ def _backward(done: _Done, cotangents: Sums, waiting: Sums, grads: Sums, aux: An
     unit, whole = done.unit, done.whole
     if whole is None:
         whole = way.whole(way.held(unit.params), way.leaves(unit.params))
-    views, look_back = jax.vjp(unit.look, whole)
-    of_views, of_active, of_stacks = done.back(views, way.paced(cotangents.of(unit.results)), aux, way)
-    (of_whole,) = look_back(of_views)
+    views, still, look_back = look_at(unit, whole)
+    of_results = way.paced(cotangents.of(unit.results))
+    of_views, of_active, of_stacks = done.back(views, still, of_results, aux, way)
+    of_whole = look_back(of_views)
     way.done([*of_active, *of_whole])
     cotangents.add(unit.active, of_active)
-    waiting.add(unit.params, of_whole)
+    waiting.add(unit.trained, of_whole)
     grads.add(of_stacks.keys(), of_stacks.values())
 
 
-def _plain(unit: Unit, views: Arrays, active: Arrays, passive: Arrays, way: Pass):
+def _plain(unit: Unit, views: Arrays, active: Arrays, still: Arrays, passive: Arrays, way: Pass):
     """``(results, others, back)`` of a unit that is no loop."""
-    results, others, kept, rebuild = linearize(unit, views, active, passive, way.remat)
+    results, others, kept, rebuild = linearize(unit, views, active, [*still, *passive], way.remat, still)
 
-    def back(views, cotangents, aux, way):
-        return *rebuild(kept, views)(cotangents), {}
+    def back(views, still, cotangents, aux, way):
+        return *rebuild(kept, views, still)(cotangents), {}
 
     return results, others, back

@@ -47,7 +47,8 @@ def create_train_state(
     """Flax's `TrainState`, born partitioned; stands where ``TrainState.create`` stood.
 
     Args:
-      init_fn, tx, plan, key, params: as for `zerojax.init_state`.
+      init_fn, tx, plan, key, params: as for `zerojax.init_state`. ``apply_gradients`` leaves alone what the plan
+        does not train.
       apply_fn: usually ``model.apply``.
       state_class: a subclass of `TrainState`, with ``fields`` for what it adds. If it has a field ``model_state``, it
         is filled with what ``init_fn`` made beside the parameters.
@@ -67,4 +68,7 @@ def create_train_state(
     elif made.model_state is not None:
         raise ValueError(f"the model has state beside its parameters ({sorted(made.model_state)}); give a state_class "
                          "with a field model_state to keep it in")  # fmt: skip
-    return state_class(step=made.step, apply_fn=apply_fn, params=made.params, tx=tx, opt_state=made.opt_state, **fields)
+    of_all = plan.transform(tx)
+    return state_class(
+        step=made.step, apply_fn=apply_fn, params=made.params, tx=of_all, opt_state=made.opt_state, **fields
+    )

@@ -1,12 +1,13 @@
 """Flax NNX: a module and an ``nnx.Optimizer`` as users have them, partitioned; by ``nnx.split`` and ``nnx.merge``."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import plan as plans
@@ -14,7 +15,7 @@ from zerojax import step
 from zerojax.config import ZeroConfig
 from zerojax.contracts import Loss, Tree, Variables
 from zerojax.plan import Plan
-from zerojax.state import init_state
+from zerojax.state import gather_params, init_state
 
 
 def make_plan(
@@ -30,7 +31,8 @@ def make_plan(
     Args:
       make_model: ``rngs -> module``; runs under ``jit``, so that nothing is made whole.
       tx, mesh, config: as for `zerojax.make_plan`.
-      wrt: which variables are parameters. All others are model state, whole on every device.
+      wrt: which variables are parameters. All others are model state, whole on every device. To train some of the
+        parameters only, freeze the others in ``config``: then they are partitioned too.
 
     >>> plan = make_plan(lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3), jax.make_mesh((8,), ("data",)))
     >>> [(leaf.path, leaf.dim) for leaf in plan.params]
@@ -57,10 +59,10 @@ def create(
     (None, 'data')
     """
     made = init_state(_init_fn(make_model, wrt), tx, plan, key)
-    model = _abstract(make_model)
+    model, of_all = _abstract(make_model), plan.transform(tx)
     # The optimizer would place its state by the module's annotations; the plan decides that.
     with nnx.use_eager_sharding(False):
-        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, tx, wrt=wrt))
+        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, of_all, wrt=wrt))
     _, params, rest = nnx.split(model, wrt, ...)
     nnx.update(model, _like(params, made.params), _like(rest, made.model_state))
     nnx.update(optimizer.opt_state, _like(nnx.state(optimizer.opt_state), made.opt_state))
@@ -79,7 +81,8 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
       has_aux: return ``(loss, aux)`` for ``loss``, ``aux`` a `zerojax.Loss` with sum, weight and mean metrics.
 
     Returns:
-      ``f(model, batch, rng=None) -> (loss, gradients)``; ``optimizer.update(model, gradients)`` takes them.
+      ``f(model, batch, rng=None) -> (loss, gradients)``; ``optimizer.update(model, gradients)`` takes them. They are
+      ``None`` for what is not trained.
 
     >>> import jax.numpy as jnp
     >>> make, tx = lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3)
@@ -98,8 +101,8 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
     def run(model, batch, rng=None):
         graphdef, params, rest = nnx.split(model, wrt, ...)
 
-        def pure_loss(pure_params, batch, rng, pure_rest):
-            own = _like(rest, pure_rest)
+        def pure_loss(pure_params, batch, rng=None, model_state=None):
+            own = _like(rest, model_state)
             module = nnx.merge(graphdef, _like(params, pure_params), _map_keys(_fold_device(plan), own))
             value = call(module, batch, rng, None)
             loss = value if isinstance(value, Loss) else Loss(value, 1.0)
@@ -110,11 +113,66 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
         pure = (nnx.to_pure_dict(params), nnx.to_pure_dict(rest))
         (loss, aux), grads = gradient(pure[0], batch, rng, pure[1])
         nnx.update(model, _like(rest, aux.model_state))
-        grads = _like(params, grads)
+        grads = _like(plan.trained(params), grads)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
     call = step.with_arguments(loss_fn)
     return run
+
+
+def make_eval_step(metric_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param) -> Callable:
+    """As `zerojax.make_eval_step`, for a module: ``step(model, batch) -> metrics``; the module is left as it was.
+
+    Args:
+      metric_fn: ``metric_fn(model, batch)``; returns what a loss returns, or a mapping of means over the rows.
+      plan: from `make_plan`.
+      wrt: as for `make_plan`.
+
+    >>> import jax.numpy as jnp
+    >>> make, tx = lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3)
+    >>> plan = make_plan(make, tx, jax.make_mesh((8,), ("data",)))
+    >>> model, optimizer = create(make, tx, plan, jax.random.key(0))
+    >>> evaluate = make_eval_step(lambda model, x: {"zeros": jnp.mean(model(x) == 0)}, plan)
+    >>> float(evaluate(model, jnp.zeros((19, 8)))["zeros"])
+    1.0
+    """
+    call = step.with_arguments(metric_fn)
+
+    @functools.cache
+    def of_module(graphdef, params_treedef, rest_treedef):
+        def measure(params, batch, rng=None, model_state=None):
+            own = _map_keys(_fold_device(plan), rest_treedef.unflatten(jax.tree.leaves(model_state)))
+            return call(nnx.merge(graphdef, params_treedef.unflatten(jax.tree.leaves(params)), own), batch, rng, None)
+
+        return step.make_eval_step(measure, plan)
+
+    def run(model, batch):
+        graphdef, params, rest = nnx.split(model, wrt, ...)
+        evaluate = of_module(graphdef, jax.tree.structure(params), jax.tree.structure(rest))
+        return evaluate(_Pure(nnx.to_pure_dict(params), nnx.to_pure_dict(rest)), batch)
+
+    return run
+
+
+def gather_model(model: nnx.Module, plan: Plan, *, wrt: Any = nnx.Param) -> nnx.Module:
+    """The module with whole parameters on every device, for sampling or export; a copy.
+
+    >>> make, tx = lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3)
+    >>> plan = make_plan(make, tx, jax.make_mesh((8,), ("data",)))
+    >>> model, optimizer = create(make, tx, plan, jax.random.key(0))
+    >>> gather_model(model, plan).kernel.addressable_shards[0].data.shape
+    (8, 16)
+    """
+    graphdef, params, rest = nnx.split(model, wrt, ...)
+    whole = gather_params(nnx.to_pure_dict(params), plan)
+    return nnx.merge(graphdef, _like(params, whole), jax.tree.map(jnp.copy, rest))
+
+
+class _Pure(NamedTuple):
+    """A module's variables as a state that evaluation takes."""
+
+    params: Tree
+    model_state: Tree
 
 
 def _init_fn(make_model: Callable, wrt: Any) -> Callable[[Any], Variables]:
@@ -150,4 +208,4 @@ def _map_keys(f: Callable, state: Any, *others: Any) -> Any:
 
 def _fold_device(plan: Plan) -> Callable:
     """One stream on every device would drop the same units everywhere."""
-    return lambda key: jax.random.fold_in(key, lax.axis_index(tuple(plan.axes)))
+    return lambda key: jax.random.fold_in(key, step.device_number(plan))

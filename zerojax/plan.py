@@ -175,8 +175,10 @@ class Plan:
         """``tx`` for trees of all parameters: what is not trained gets an update of zero.
 
         For loops that call ``tx.update`` and `optax.apply_updates` with all parameters and the gradients of
-        `zerojax.value_and_grad`; the state is that of ``tx``.
+        `zerojax.value_and_grad`; the state is that of ``tx``. It is ``tx`` itself if all parameters are trained.
         """
+        if all(leaf.trained for leaf in self.params):
+            return tx
 
         def init(params):
             return tx.init(self.trained(params))

@@ -1,5 +1,6 @@
 """The train state: born partitioned, checked before a step, gathered for evaluation or export."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
@@ -93,6 +95,17 @@ def check_state(state: Any, plan: Plan):
     _check_arrays(state, plan.state_shardings, plan.abstract_state, "state")
 
 
+def evaluated(state: Any, plan: Plan) -> TrainState:
+    """What evaluation reads of a state, checked: a `TrainState`, or any object with ``params``, such as Flax's."""
+    if isinstance(state, TrainState) or not hasattr(state, "params"):
+        check_state(state, plan)
+        return dataclasses.replace(state, opt_state=None)
+    model_state, placed, planned = getattr(state, "model_state", None), plan.state_shardings, plan.abstract_state
+    _check_arrays(state.params, placed.params, planned.params, "state.params")
+    _check_arrays(model_state, placed.model_state, planned.model_state, "state.model_state")
+    return TrainState(None, state.params, None, None, model_state)
+
+
 def check_params(params: Tree, plan: Plan):
     """Raise a ``ValueError`` unless ``params`` (arrays, or values traced under ``jit``) have the plan's shapes."""
     _check_shapes(params, plan.abstract_state.params, "params")
@@ -110,32 +123,68 @@ def place_batch(batch: Tree, plan: Plan) -> Tree:
             return jax.device_put(leaf, plan.batch_sharding)
         return jax.make_array_from_process_local_data(plan.batch_sharding, np.asarray(leaf))
 
-    local = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
+    local = _as_arrays(batch)
     check_batch(local, plan, micro_batches=1, processes=processes)
     return jax.tree.map(place, local)
 
 
+def place_rows(batch: Tree, plan: Plan) -> tuple[Tree, Tree]:
+    """As many rows as the devices divide, by `place_batch`, and the rest on every device; ``None`` for no rows.
+
+    Processes do not see each other's rest, so several of them must have none.
+    """
+    batch = _as_arrays(batch)
+    rows = _same_number(_rows_of(batch))
+    rest = rows % plan.devices
+    if jax.process_count() > 1 or not (rest and rows):
+        return place_batch(batch, plan), None
+
+    def part(start, stop):
+        return jax.tree.map(lambda a: (lax.slice_in_dim if isinstance(a, jax.Array) else _slice)(a, start, stop), batch)
+
+    first = place_batch(part(0, rows - rest), plan) if rows > rest else None
+    return first, jax.device_put(part(rows - rest, rows), plan.replicated)
+
+
 def check_batch(batch: Tree, plan: Plan, *, micro_batches: int, processes: int = 1):
     """Raise a ``ValueError`` unless the rows can be divided over devices and micro-batches."""
-    leaves = jax.tree.leaves_with_path(batch)
-    if not leaves:
-        raise ValueError("the batch holds no arrays")
-    parts, rows = plan.devices * micro_batches, {}
-    for keys, leaf in leaves:
-        name = "batch" + jax.tree_util.keystr(keys)
-        if not jnp.ndim(leaf):
-            raise ValueError(f"{name} is a scalar and has no rows to divide over {dict(plan.axes)}; repeat it per row "
-                             "or close over it in the loss")  # fmt: skip
-        local = processes > 1 and not isinstance(leaf, jax.Array)
-        rows[name] = leaf.shape[0] * (processes if local else 1)
-        if rows[name] % parts or not rows[name]:
+    parts, numbers = plan.devices * micro_batches, _rows_of(batch, processes)
+    for (name, rows), leaf in zip(numbers.items(), jax.tree.leaves(batch), strict=True):
+        if rows % parts or not rows:
             raise ValueError(
-                f"{name} has {rows[name]} rows (shape {leaf.shape}), which cannot be divided over "
+                f"{name} has {rows} rows (shape {leaf.shape}), which cannot be divided over "
                 f"{tables.count(plan.devices, 'device')} (axes {dict(plan.axes)}) x {micro_batches} micro-batches: "
                 f"use a multiple of {parts} rows, or give the loss a row mask and pad"
             )
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"the leaves of the batch have different numbers of rows: {rows}")
+    _same_number(numbers)
+
+
+def _rows_of(batch: Tree, processes: int = 1) -> dict[str, int]:
+    """The number of rows of each array, of all processes together."""
+    numbers = {}
+    for keys, leaf in jax.tree.leaves_with_path(batch):
+        name = "batch" + jax.tree_util.keystr(keys)
+        if not jnp.ndim(leaf):
+            raise ValueError(f"{name} is a scalar and has no rows to divide over devices; repeat it per row or close "
+                             "over it in the loss")  # fmt: skip
+        numbers[name] = leaf.shape[0] * (1 if isinstance(leaf, jax.Array) else processes)
+    if not numbers:
+        raise ValueError("the batch holds no arrays")
+    return numbers
+
+
+def _same_number(numbers: dict[str, int]) -> int:
+    if len(set(numbers.values())) > 1:
+        raise ValueError(f"the leaves of the batch have different numbers of rows: {numbers}")
+    return next(iter(numbers.values()))
+
+
+def _as_arrays(batch: Tree) -> Tree:
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
+
+
+def _slice(array: np.ndarray, start: int, stop: int) -> np.ndarray:
+    return array[start:stop]
 
 
 def _own_copy(f: Callable) -> Callable:

@@ -7,7 +7,7 @@ are those of whole parameters.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -16,12 +16,20 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, units
+from zerojax import collectives, tables, units
 from zerojax.contracts import Loss, TrainState, Tree
 from zerojax.passes import Traffic
 from zerojax.plan import Leaf, Plan, mesh_context
 from zerojax.precision import cast, cast_like, floating, gradient_dtype, merge
-from zerojax.state import check_batch, check_params, check_state, check_transform, place_batch
+from zerojax.state import (
+    check_batch,
+    check_params,
+    check_state,
+    check_transform,
+    evaluated,
+    place_batch,
+    place_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -121,14 +129,48 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
     return Step(plan, plan.config.accumulate, jitted)
 
 
-def make_eval_step(metric_fn: Callable, plan: Plan) -> Step:
-    """Means over a batch, without a gradient and without touching the state.
+@dataclass(frozen=True)
+class EvalStep:
+    """A compiled evaluation with its checks: ``step(state, batch)``, for any number of rows.
+
+    Attributes:
+      plan: what the state must fit.
+      jitted: the function under ``jax.jit``, of the state, the rows that are divided over the devices, and the others.
+    """
+
+    plan: Plan
+    jitted: Any
+
+    def __call__(self, state: Any, batch: Tree) -> dict[str, jax.Array]:
+        state, (rows, rest) = evaluated(state, self.plan), place_rows(batch, self.plan)
+        with mesh_context(self.plan.mesh):
+            return self.jitted(state, rows, rest)
+
+    def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
+        """Lower the step for arrays or shapes, with rows that divide."""
+        check_batch(batch, self.plan, micro_batches=1)
+        with mesh_context(self.plan.mesh):
+            return self.jitted.lower(replace(state, opt_state=None), batch, None)
+
+
+def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
+    """Means over a batch of any number of rows, without a gradient and without touching the state.
+
+    As many rows as the devices divide are divided over them. The few that remain are evaluated by every device alike,
+    and count once.
 
     Args:
-      metric_fn: takes what a loss takes, and returns what a loss returns, or a mapping of means over the rows.
+      metric_fn: takes what a loss takes, and returns what a loss returns, or a mapping of means over the rows. Scalars
+        and mappings count by their rows, a `Loss` by its weight.
 
     Returns:
-      ``step(state, batch) -> metrics``; the value of a scalar or a `Loss` is ``metrics["loss"]``.
+      ``step(state, batch) -> metrics``; the value of a scalar or a `Loss` is ``metrics["loss"]``. The state is a
+      `TrainState`, or any object with ``params``, such as Flax's, whose ``model_state`` is used if the plan has one;
+      for such a state there is no ``rng``.
+
+    Raises:
+      ValueError: for a state that does not fit the plan; for rows that do not divide, if there are several processes or
+        if ``metric_fn`` computes across the shard axes, on which the remaining rows are not.
 
     >>> from zerojax import init_state, make_plan
     >>> init_fn, tx = lambda key: {"w": jnp.ones((8,))}, optax.sgd(0.5)
@@ -137,22 +179,29 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> Step:
     >>> float(step(init_state(init_fn, tx, plan, jax.random.key(0)), jnp.ones((16, 8)))["mean"])
     8.0
     """
-    call = with_arguments(metric_fn)
+    measure, everywhere = _measure(with_arguments(metric_fn), plan), PartitionSpec()
 
-    def local(params, batch, rng, model_state):
-        whole = _whole(floating(params), plan.wire, plan)
-        value = call(merge(whole, params), batch, _fold(rng, 0, plan), model_state)
-        named = isinstance(value, Mapping)
-        loss = _as_loss(Loss(0.0, 1.0, value) if named else value, "metric_fn")
-        loss = _global_mean(_weighted(loss), plan)
-        return loss.metrics if named else _add_metrics({"loss": loss.total}, loss.metrics)
+    def gather(params):
+        return merge(_whole(floating(params), plan.wire, plan), params)
 
-    def eval_step(state, batch):
-        rng = jax.random.fold_in(state.rng, state.step)
-        return _over_rows(local, plan, PartitionSpec())(state.params, batch, rng, state.model_state)
+    def measure_all(*args):
+        return collectives.all_reduce(measure(*args), plan.axes)
 
-    placed = (plan.state_shardings, plan.batch_sharding)
-    return Step(plan, 1, jax.jit(eval_step, in_shardings=placed, out_shardings=plan.replicated))
+    gathered = _on_devices(gather, plan, (_param_specs(plan),), everywhere)
+    over_rows = _on_devices(
+        measure_all, plan, (everywhere, plan.batch_sharding.spec, everywhere, everywhere), everywhere
+    )
+
+    def eval_step(state, rows, rest=None):
+        rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+        params, args = gathered(state.params), (rng, state.model_state)
+        sums = [] if rows is None else [over_rows(params, rows, *args)]
+        sums += [] if rest is None else [_off_axes(measure, plan)(params, rest, *args)]
+        totals, weight = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
+        return jax.tree.map(lambda total: _divide(total, weight), totals)
+
+    placed = (replace(plan.state_shardings, opt_state=None), plan.batch_sharding, plan.replicated)
+    return EvalStep(plan, jax.jit(eval_step, in_shardings=placed, out_shardings=plan.replicated))
 
 
 def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Callable:
@@ -196,6 +245,39 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
     return run
 
 
+# ---- evaluation ----
+
+
+def _measure(call: Callable, plan: Plan) -> Callable:
+    """``(whole parameters, rows, rng, model_state) -> ({name: weighted sum}, weight)``."""
+
+    def measure(params, batch, rng, model_state):
+        value, rows = call(params, batch, _fold(rng, 0, plan), model_state), len(jax.tree.leaves(batch)[0])
+        named = isinstance(value, Mapping)
+        loss = _weighted(_as_loss(Loss(0.0, rows, value) if named else value, "metric_fn", rows))
+        return _add_metrics({} if named else {"loss": loss.total}, loss.metrics), loss.weight
+
+    return measure
+
+
+def _off_axes(measure: Callable, plan: Plan) -> Callable:
+    """``measure`` for rows that every device has; the shard axes, over which they would count again, have no names."""
+
+    def run(*args):
+        try:
+            return measure(*args)
+        except NameError as error:
+            if "axis name" not in str(error):
+                raise
+            raise ValueError(
+                f"metric_fn computes across the axes {tuple(plan.axes)}, which needs rows that can be divided over "
+                f"{tables.count(plan.devices, 'device')}; use a multiple of {plan.devices} rows, or give metric_fn a "
+                f"row mask and pad ({error})"
+            ) from error
+
+    return run
+
+
 # ---- the upper half: on one device's rows ----
 
 
@@ -211,7 +293,8 @@ def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
         return loss, grads, collectives.mean(model_state, plan.axes)
 
     grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
-    sharded = _over_rows(local, plan, (PartitionSpec(), grad_specs, PartitionSpec()))
+    in_specs = (_param_specs(plan), plan.batch_sharding.spec, PartitionSpec(), PartitionSpec())
+    sharded = _on_devices(local, plan, in_specs, (PartitionSpec(), grad_specs, PartitionSpec()))
 
     def run(params, batch, rng, model_state):
         loss, grads, model_state = sharded(params, batch, rng, model_state)
@@ -220,23 +303,19 @@ def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
     return run
 
 
-def _over_rows(local: Callable, plan: Plan, out_specs: Any) -> Callable:
-    """``local(params, batch, rng, model_state)`` on every device; other mesh axes stay with the compiler.
+def _on_devices(local: Callable, plan: Plan, in_specs: Any, out_specs: Any) -> Callable:
+    """``local`` on every device, manual over the shard axes; other mesh axes stay with the compiler.
 
     Replication is not checked: with the check on, gradients of replicated parameters arrive already summed and those
     of partitioned ones do not.
     """
-    axes = tuple(plan.axes)
-    param_specs = plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
-    rows = plan.batch_sharding.spec
     return jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(param_specs, rows, PartitionSpec(), PartitionSpec()),
-        out_specs=out_specs,
-        axis_names=set(axes),
-        check_vma=False,
+        local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(plan.axes), check_vma=False
     )
+
+
+def _param_specs(plan: Plan) -> Tree:
+    return plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
 
 
 def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss, list[jax.Array], Tree]:
@@ -323,7 +402,15 @@ def _whole(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[
 def _fold(rng: Any, micro_batch: Any, plan: Plan) -> Any:
     if rng is None:
         return None
-    return jax.random.fold_in(jax.random.fold_in(rng, micro_batch), lax.axis_index(tuple(plan.axes)))
+    return jax.random.fold_in(jax.random.fold_in(rng, micro_batch), device_number(plan))
+
+
+def device_number(plan: Plan) -> Any:
+    """Of the device whose rows these are; of rows that all devices have, one more than the last."""
+    try:
+        return lax.axis_index(tuple(plan.axes))
+    except NameError:
+        return plan.devices
 
 
 def _global_mean(sums: Loss, plan: Plan) -> Loss:
@@ -366,6 +453,7 @@ def with_arguments(fn: Callable) -> Callable:
         p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     named = [p.name for p in parameters if p not in required and p.name in ("rng", "model_state")]
+    needs_key = len(required) > 2 or any(p.name == "rng" and p.default is p.empty for p in parameters)
     if len(required) not in (2, 3, 4) or (len(required) == 4 and named):
         names = ", ".join(p.name for p in required)
         raise ValueError(
@@ -374,6 +462,12 @@ def with_arguments(fn: Callable) -> Callable:
         )
 
     def call(params, batch, rng, model_state):
+        if rng is None and needs_key:
+            raise ValueError(
+                f"the loss requires {'rng' if 'rng' in named else required[2].name}, a random key, and none is given: "
+                "pass a key such as jax.random.key(0), or write rng=None in the loss if it can do without. What else "
+                "it needs of the rows goes into the batch, as a tuple or a mapping"
+            )
         given = {"rng": rng, "model_state": model_state}
         return fn(*(params, batch, rng, model_state)[: len(required)], **{name: given[name] for name in named})
 
@@ -395,8 +489,8 @@ def _objective(call: Callable) -> Callable:
     return objective
 
 
-def _as_loss(value: Any, name: str) -> Loss:
-    """A scalar mean as a `Loss` of weight 1, every device and micro-batch having as many rows; sums in float32."""
+def _as_loss(value: Any, name: str, rows: int = 1) -> Loss:
+    """A scalar mean as a `Loss` of its rows, of 1 where all devices and micro-batches have as many; sums in float32."""
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
     for part, number in (("total", loss.total), ("weight", loss.weight)):
         if jax.tree.structure(number) != jax.tree.structure(0) or jnp.ndim(number):
@@ -407,7 +501,8 @@ def _as_loss(value: Any, name: str) -> Loss:
             )
     if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
         raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
-    total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) for x in (loss.total, loss.weight))
+    times = 1 if isinstance(value, Loss) else rows
+    total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) * times for x in (loss.total, loss.weight))
     return Loss(total, weight, loss.metrics, loss.model_state)
 
 

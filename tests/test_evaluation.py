@@ -52,7 +52,6 @@ def right(metric, params, batch):
         (reference.loss_fn, 19),
         (named, 7),
         (named, 19),
-        (weighted, 1),
         (weighted, 8),
         (weighted, 21),
     ],
@@ -66,8 +65,8 @@ def test_any_number_of_rows(metric, rows):
 
 
 @pytest.mark.parametrize(("stage", "shape", "axes", "specs", "kind"), [
-    (0, (8,), ("data",), None, "explicit"),
-    (1, (2, 4), ("data", "other"), None, "auto"),
+    (0, (8,), ("data",), None, "auto"),
+    (1, (2, 4), ("data", "other"), None, "explicit"),
     (3, (4, 2), ("data",), {"w1": P(None, "other"), "b1": P("other"), "w2": P("other"), "b2": None}, "auto"),
     (2, (4, 2), ("data",), {"w1": P(None, "other"), "b1": P("other"), "w2": P("other"), "b2": None}, "explicit"),
 ])  # fmt: skip

@@ -140,7 +140,8 @@ def place_rows(batch: Tree, plan: Plan) -> tuple[Tree, Tree]:
         return place_batch(batch, plan), None
 
     def part(start, stop):
-        return jax.tree.map(lambda a: (lax.slice_in_dim if isinstance(a, jax.Array) else _slice)(a, start, stop), batch)
+        cut = lambda a: lax.slice_in_dim(a, start, stop) if isinstance(a, jax.Array) else a[start:stop]  # noqa: E731
+        return jax.tree.map(cut, batch)
 
     first = place_batch(part(0, rows - rest), plan) if rows > rest else None
     return first, jax.device_put(part(rows - rest, rows), plan.replicated)
@@ -181,10 +182,6 @@ def _same_number(numbers: dict[str, int]) -> int:
 
 def _as_arrays(batch: Tree) -> Tree:
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
-
-
-def _slice(array: np.ndarray, start: int, stop: int) -> np.ndarray:
-    return array[start:stop]
 
 
 def _own_copy(f: Callable) -> Callable:

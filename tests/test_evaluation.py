@@ -66,7 +66,7 @@ def test_any_number_of_rows(metric, rows):
 
 @pytest.mark.parametrize(("stage", "shape", "axes", "specs", "kind"), [
     (0, (8,), ("data",), None, "auto"),
-    (1, (2, 4), ("data", "other"), None, "explicit"),
+    pytest.param(1, (2, 4), ("data", "other"), None, "explicit", marks=pytest.mark.long),
     (3, (4, 2), ("data",), {"w1": P(None, "other"), "b1": P("other"), "w2": P("other"), "b2": None}, "auto"),
     (2, (4, 2), ("data",), {"w1": P(None, "other"), "b1": P("other"), "w2": P("other"), "b2": None}, "explicit"),
 ])  # fmt: skip

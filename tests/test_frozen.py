@@ -143,7 +143,7 @@ def test_frozen_parameters_have_no_moments(tx):
     assert [line.split()[0] for line in rows] == ["b1", "w1"]
 
 
-@pytest.mark.parametrize(("stage", "k"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "k"), [(1, 1), long(2, 2), (3, 2)])
 def test_no_gradient_of_what_is_frozen_travels(stage, k, monkeypatch):
     monkeypatch.setattr(collectives, "TOGETHER_BELOW", 0)
     plan, _, step = prepare(even_params(), optax.sgd(0.1), stage=stage, accumulate=k, **FIRST)
@@ -277,7 +277,7 @@ def test_nnx_modules_leave_alone_what_is_frozen():
 # ---- what is kept for backward ----
 
 
-@pytest.mark.parametrize(("stage", "remat"), [(1, None), (3, None), long(1, "unit"), long(3, "unit")])
+@pytest.mark.parametrize(("stage", "remat"), [long(1, None), (3, None), long(1, "unit"), long(3, "unit")])
 def test_no_activations_are_kept_for_gradients_that_nobody_wants(stage, remat):
     """A frozen stack of layers below the trained head keeps nothing at all; above a trained one, no inputs."""
     layers, width, rows = 8, 64, 512
@@ -307,7 +307,7 @@ def test_no_activations_are_kept_for_gradients_that_nobody_wants(stage, remat):
 # ---- values, settings, errors ----
 
 
-@pytest.mark.parametrize(("stage", "trained"), [(3, "*a"), long(2, "*b"), long(3, "b"), long(2, "*a"), (3, "*b")])
+@pytest.mark.parametrize(("stage", "trained"), [(3, "*a"), long(2, "*b"), long(3, "b"), long(3, "*b")])
 def test_gradients_of_every_structure_flow_around_what_is_frozen(stage, trained):
     """Views of both kinds of parameters, stacks of both in one scan, views of layers that are carried."""
 

@@ -39,8 +39,14 @@ def gather(shards: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[st
 
 
 def reduce_scatter(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[str, int]) -> list[jax.Array]:
-    """Sums over the devices: of partitioned leaves this device's shard, of others the whole sum."""
+    """Sums over the devices: of partitioned leaves this device's shard, of others the whole sum.
+
+    Of leaves that gradients overwrite the largest values: their gradients are maxima, and what is made of earlier ones.
+    """
     summed = list(arrays)
+    overwritten = [i for i, leaf in enumerate(leaves) if leaf.overwritten]
+    for i, largest in zip(overwritten, lax.pmax([arrays[i] for i in overwritten], tuple(axes)), strict=True):
+        summed[i] = largest
     dtypes = [a.dtype for a in arrays]
     together, alone = _batches(leaves, dtypes, partitioned=True)
     for i in alone:
@@ -78,7 +84,7 @@ def _batches(leaves, dtypes, *, partitioned: bool) -> tuple[list[list[int]], lis
 
     A leaf that a tensor axis partitions too travels alone: laid in a row with others it would lose that axis.
     """
-    chosen = [i for i, leaf in enumerate(leaves) if (leaf.dim is not None) == partitioned]
+    chosen = [i for i, leaf in enumerate(leaves) if (leaf.dim is not None) == partitioned and not leaf.overwritten]
     small = [i for i in chosen if leaves[i].size < TOGETHER_BELOW and not any(leaves[i].base)]
     groups: dict = {}
     for i in small:

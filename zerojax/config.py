@@ -15,7 +15,7 @@ _SHORT = {
     "f64": "float64",
 }
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_KEYS = {"p": "param_dtype", "c": "compute_dtype", "r": "reduce_dtype"}
+_KEYS = {"p": "param_dtype", "c": "compute_dtype", "g": "gather_dtype", "r": "reduce_dtype"}
 
 
 def _dtype_name(value: Any, where: str) -> str:
@@ -32,6 +32,12 @@ def _dtype_name(value: Any, where: str) -> str:
     return name
 
 
+def _pairs(by_pattern: Any) -> tuple[tuple[Any, Any], ...]:
+    """What is given by path pattern, in its order."""
+    pairs = by_pattern.items() if isinstance(by_pattern, Mapping) else by_pattern
+    return tuple((pattern, value) for pattern, value in pairs)
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of a step.
@@ -40,7 +46,10 @@ class Precision:
       param_dtype: of the parameters at rest. Floating leaves are cast to it when they are born. The optimizer state
         keeps the dtypes that ``tx.init`` gives it for such parameters.
       compute_dtype: of the parameters that the loss sees; cast before they are gathered, so it is also the dtype on
-        the wire.
+        the wire. `ZeroConfig` has ``compute_dtypes`` for single parameters.
+      gather_dtype: of the parameters on the wire, if not ``compute_dtype``: they are rounded to it, also those that
+        need not travel, so that every stage computes the same; gradients flow as if they were not. Parameters of
+        ``compute_dtypes`` travel in the dtype that is given there.
       reduce_dtype: of the gradients on the wire. They are accumulated, averaged and given to ``tx`` in float32 (or
         float64 if that is the ``reduce_dtype``).
 
@@ -48,7 +57,7 @@ class Precision:
       ValueError: if a name is no floating dtype.
 
     >>> Precision(compute_dtype="bf16")
-    Precision(param_dtype='float32', compute_dtype='bfloat16', reduce_dtype='float32')
+    Precision(param_dtype='float32', compute_dtype='bfloat16', reduce_dtype='float32', gather_dtype=None)
     >>> Precision.parse("c=bf16,r=bf16").reduce_dtype
     'bfloat16'
     """
@@ -56,14 +65,17 @@ class Precision:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    gather_dtype: str | None = None
 
     def __post_init__(self):
         for name in _KEYS.values():
-            object.__setattr__(self, name, _dtype_name(getattr(self, name), name))
+            if name != "gather_dtype" or self.gather_dtype is not None:
+                object.__setattr__(self, name, _dtype_name(getattr(self, name), name))
 
     @classmethod
     def parse(cls, text: str) -> "Precision":
-        """From a short form: comma-separated ``p=``, ``c=`` and ``r=`` (param, compute, reduce), others by default."""
+        """From a short form: comma-separated ``p=``, ``c=``, ``g=`` and ``r=`` (param, compute, gather, reduce), others
+        by default."""
         found = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             key, equals, value = (p.strip() for p in part.partition("="))
@@ -96,6 +108,8 @@ class ZeroConfig:
       trainable: patterns likewise of the parameters that are trained (``"*/lora_*"`` or several of them).
       frozen: patterns of those that are not, although ``trainable`` matches them. They are partitioned and gathered as
         the others; they have no gradient, no part in ``grad_norm`` and no state in the optimizer, and do not change.
+      compute_dtypes: likewise the dtype in which the loss sees a parameter (``{"*/norm*": "float32"}``), where it is
+        not the ``compute_dtype`` of the precision.
 
     Raises:
       ValueError: if a value is out of range, with what to write instead.
@@ -114,6 +128,7 @@ class ZeroConfig:
     overrides: tuple[tuple[str, int | None], ...] = ()
     trainable: tuple[str, ...] = ("*",)
     frozen: tuple[str, ...] = ()
+    compute_dtypes: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         if isinstance(self.precision, str):
@@ -121,8 +136,9 @@ class ZeroConfig:
         for name in ("shard_axes", "trainable", "frozen"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
-        object.__setattr__(self, "overrides", tuple((pattern, dim) for pattern, dim in pairs))
+        object.__setattr__(self, "overrides", _pairs(self.overrides))
+        dtypes = [(p, _dtype_name(dtype, f"compute_dtypes: {p!r}")) for p, dtype in _pairs(self.compute_dtypes)]
+        object.__setattr__(self, "compute_dtypes", tuple(dtypes))
         self._check()
 
     def _check(self):
@@ -147,3 +163,6 @@ class ZeroConfig:
             wrong = [pattern for pattern in getattr(self, name) if not isinstance(pattern, str)]
             if wrong:
                 raise ValueError(f"{name}: {wrong[0]!r} is not a path pattern such as '*/lora_*'")
+        for pattern, _ in self.compute_dtypes:
+            if not isinstance(pattern, str):
+                raise ValueError(f"compute_dtypes: {pattern!r} is not a path pattern such as '*/norm*'")

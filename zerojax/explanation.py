@@ -111,7 +111,7 @@ def _use(cuts: list[Unit], number: int, leaves: Any, traffic: Traffic) -> UnitUs
     if unit.loop is not None:
         own += [leaves[i].layer() for i in unit.loop.numbers]
         turns = unit.loop.scan.length
-    bytes = sum(leaf.size for leaf in own) * jnp.dtype(traffic.dtype).itemsize
+    bytes = sum(leaf.size * jnp.dtype(leaf.compute_dtype).itemsize for leaf in own)
     last = 0 < number == len(cuts) - 1 and unit.loop is None
     gathers = (0, 0) if traffic.gather is None or not own else (turns, 0 if last else turns)
     return UnitUse(_does(unit), tuple(leaf.path for leaf in own), bytes, turns, gathers)

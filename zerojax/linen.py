@@ -9,11 +9,15 @@ from flax.training.train_state import TrainState
 
 from zerojax.contracts import Tree, Variables
 from zerojax.plan import Plan
+from zerojax.precision import OVERWRITTEN
 from zerojax.state import init_state
 
 
 def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tree]:
     """``key -> params`` for a linen module, or ``key -> Variables`` if it has other collections (``batch_stats``).
+
+    With fp8 operations (`flax.linen.fp8_ops`) the parameters are ``{"params": ..., "_overwrite_with_gradient": ...}``,
+    as `TrainState` has them, which ``model.apply`` takes as they are.
 
     Args:
       model: the module; ``model.init(key, *inputs, **kwargs)`` is run inside ``jit``.
@@ -28,6 +32,8 @@ def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tr
     def init(key):
         variables = dict(model.init(key, *inputs, **kwargs))
         params = variables.pop("params")
+        if OVERWRITTEN in variables:
+            params = {"params": params, OVERWRITTEN: variables.pop(OVERWRITTEN)}
         return Variables(params, variables) if variables else params
 
     return init

@@ -23,18 +23,16 @@ class Traffic:
     Attributes:
       gather: ``(held, leaves) -> whole``, or ``None`` if parameters are held whole during the step.
       reduce: ``(gradients, leaves, aux of the objective) -> reduced gradients``.
-      dtype: of whole parameters.
       remat: as in `zerojax.ZeroConfig`.
     """
 
     gather: Callable[[Arrays, Leaves], Arrays] | None
     reduce: Callable[[Arrays, Leaves, Any], Arrays]
-    dtype: Any
     remat: str | Callable[..., Any] | None = None
 
     def shapes(self, leaves: Leaves) -> list[jax.ShapeDtypeStruct]:
         """Of whole parameters."""
-        return [jax.ShapeDtypeStruct(leaf.shape, self.dtype) for leaf in leaves]
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype) for leaf in leaves]
 
 
 class Sums(dict):

@@ -15,9 +15,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compilers, tables
-from zerojax.config import ZeroConfig
+from zerojax.config import Precision, ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
-from zerojax.precision import cast, is_floating
+from zerojax.precision import OVERWRITTEN, at_rest, is_floating, without_overwritten
 
 _WHOLE_SHARE = 0.01  # of all bytes: what may stay whole, for want of a dim, without the config allowing it
 
@@ -35,6 +35,8 @@ class Leaf:
       unwanted: whether it stays whole only because it cannot be partitioned.
       follows: the path of the parameter whose placement it shares, or ``""``.
       trained: of a parameter, whether it has a gradient and state in the optimizer.
+      compute_dtype: of a parameter that the loss sees in another dtype than the precision says.
+      gather_dtype: of a parameter on the wire; set in `Plan.wire`.
     """
 
     path: str
@@ -46,6 +48,13 @@ class Leaf:
     unwanted: bool = False
     follows: str = ""
     trained: bool = True
+    compute_dtype: str | None = None
+    gather_dtype: str | None = None
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether its gradient is its next value, which no optimizer sees."""
+        return _is_overwritten(self.path)
 
     @property
     def size(self) -> int:
@@ -120,8 +129,8 @@ class Plan:
 
     @functools.cached_property
     def wire(self) -> tuple[Leaf, ...]:
-        """The floating parameters as this stage places them, in the order of ``jax.tree.leaves``."""
-        floats = [leaf for leaf in self.params if is_floating(leaf)]
+        """The floating parameters as this stage places and sends them, in the order of ``jax.tree.leaves``."""
+        floats = [_on_the_wire(leaf, self.config.precision) for leaf in self.params if is_floating(leaf)]
         return tuple(floats if self.config.stage > 0 else [dataclasses.replace(leaf, dim=None) for leaf in floats])
 
     @functools.cached_property
@@ -162,14 +171,16 @@ class Plan:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, stage=stage))
 
     def trained(self, params: Tree) -> Tree:
-        """The tree that the optimizer sees: parameters that are not trained are replaced by ``None``."""
+        """The tree of gradients: parameters that are not trained are replaced by ``None``."""
         return _trained(params, self.params)
+
+    def optimized(self, params: Tree) -> Tree:
+        """The tree that the optimizer sees: `trained`, without what gradients overwrite."""
+        return without_overwritten(self.trained(params))
 
     def with_trained(self, params: Tree, trained: Tree) -> Tree:
         """``params`` with other trained leaves: the inverse of `trained`."""
-        leaves, treedef = jax.tree.flatten(params)
-        new = iter(jax.tree.leaves(trained))
-        return treedef.unflatten([next(new) if p.trained else old for p, old in zip(self.params, leaves, strict=True)])
+        return _with_trained(params, trained, self.params)
 
     def transform(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         """``tx`` for trees of all parameters: what is not trained gets an update of zero.
@@ -177,18 +188,19 @@ class Plan:
         For loops that call ``tx.update`` and `optax.apply_updates` with all parameters and the gradients of
         `zerojax.value_and_grad`; the state is that of ``tx``. It is ``tx`` itself if all parameters are trained.
         """
-        if all(leaf.trained for leaf in self.params):
+        own = [leaf for leaf in self.params if not leaf.overwritten]  # Flax gives its optimizer no others
+        if all(leaf.trained for leaf in own):
             return tx
 
         def init(params):
-            return tx.init(self.trained(params))
+            return tx.init(_trained(params, own))
 
         def update(updates, state, params=None, **extra):
-            trained = self.trained(params)
+            trained = _trained(params, own)
             updates = jax.tree.structure(trained).unflatten(jax.tree.leaves(updates))
             updates, state = full.update(updates, state, trained, **extra)
             nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)  # minus zero is what changes no bit
-            return self.with_trained(nothing, updates), state
+            return _with_trained(nothing, updates, own), state
 
         full = optax.with_extra_args_support(tx)
         return optax.GradientTransformationExtraArgs(init, update)
@@ -260,9 +272,10 @@ def make_plan(
     _check_axes(mesh, config)
     with mesh_context(mesh):
         variables, stacked = _trace(init_fn, config)
+        _check_overwritten([path for path, _ in _with_paths(variables.params)])
     params = _parameter_leaves(variables.params, stacked, base_specs, mesh, config)
     with mesh_context(mesh):
-        opt_state = jax.eval_shape(tx.init, _trained(variables.params, params))
+        opt_state = jax.eval_shape(tx.init, without_overwritten(_trained(variables.params, params)))
     trees = (variables.params, opt_state, variables.model_state)
     return Plan(
         config,
@@ -285,7 +298,7 @@ def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     def init(key):
         made = init_fn(key)
         variables = made if isinstance(made, Variables) else Variables(made, None)
-        return Variables(cast(variables.params, config.precision.param_dtype), variables.model_state)
+        return Variables(at_rest(variables.params, config.precision.param_dtype), variables.model_state)
 
     return init
 
@@ -316,15 +329,33 @@ def _place(path: str, leaf: Any, base: tuple, stacked: bool, devices: int, confi
     return Leaf(path, leaf.shape, leaf.dtype, base, dim, "largest free dim")
 
 
+def _on_the_wire(leaf: Leaf, precision: Precision) -> Leaf:
+    compute_dtype = leaf.compute_dtype or precision.compute_dtype
+    gather_dtype = leaf.compute_dtype or precision.gather_dtype or compute_dtype
+    return dataclasses.replace(leaf, compute_dtype=compute_dtype, gather_dtype=gather_dtype)
+
+
 def _parameter_leaf(
     path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | AbstractMesh, config: ZeroConfig
 ) -> Leaf:
+    placed = _placed(path, leaf, stacked, spec, mesh, config)
+    if placed.overwritten:
+        return dataclasses.replace(placed, compute_dtype=leaf.dtype.name)
+    dtypes = [dtype for pattern, dtype in config.compute_dtypes if fnmatchcase(path, pattern)]
+    return dataclasses.replace(placed, compute_dtype=dtypes[0]) if dtypes and is_floating(leaf) else placed
+
+
+def _placed(path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | AbstractMesh, config: ZeroConfig) -> Leaf:
     devices = math.prod(mesh.shape[axis] for axis in config.shard_axes)
     base, wanted = _read_base(path, leaf.shape, spec, mesh, config.shard_axes)
     matches = [dim for pattern, dim in config.overrides if fnmatchcase(path, pattern)]
     if matches and matches[0] is None:
         return _whole_leaf(path, leaf, "override", base)
     dim = matches[0] if matches else wanted
+    if _is_overwritten(path):
+        if dim is not None:
+            raise ValueError(f"{path} is overwritten by its gradient and stays whole; ask for no dim of it")
+        return _whole_leaf(path, leaf, "overwritten by its gradient", base)
     if dim is None:
         return _place(path, leaf, base, stacked, devices, config)
     _check_dim(path, leaf.shape, dim, base, devices)
@@ -333,16 +364,17 @@ def _parameter_leaf(
 
 def _parameter_leaves(params, stacked, base_specs, mesh, config) -> tuple[Leaf, ...]:
     with_paths = _with_paths(params)
-    specs = _base_list(params, base_specs, [path for path, _ in with_paths])
-    unused = [p for p, _ in config.overrides if not any(fnmatchcase(path, p) for path, _ in with_paths)]
-    if unused:
-        raise ValueError(f"overrides {unused} match no parameter; paths are such as {[p for p, _ in with_paths[:3]]}")
+    paths = [path for path, _ in with_paths]
+    specs = _base_list(params, base_specs, paths)
+    _check_patterns("overrides", config.overrides, paths)
+    own = [path for path, leaf in with_paths if is_floating(leaf) and not _is_overwritten(path)]
+    _check_patterns("compute_dtypes", config.compute_dtypes, own)
     leaves = [
         _parameter_leaf(path, leaf, layers, spec, mesh, config)
         for (path, leaf), layers, spec in zip(with_paths, stacked, specs, strict=True)
     ]
-    trained = _trained_paths([leaf.path for leaf in leaves if is_floating(leaf)], config)
-    return tuple(dataclasses.replace(leaf, trained=leaf.path in trained) for leaf in leaves)
+    trained = _trained_paths(own, config)
+    return tuple(dataclasses.replace(leaf, trained=leaf.overwritten or leaf.path in trained) for leaf in leaves)
 
 
 def _trained_paths(paths: list[str], config: ZeroConfig) -> set[str]:
@@ -371,17 +403,25 @@ def _trained(params: Tree, leaves: Sequence[Leaf]) -> Tree:
     return treedef.unflatten([a if leaf.trained else None for a, leaf in zip(arrays, leaves, strict=True)])
 
 
+def _with_trained(params: Tree, trained: Tree, leaves: Sequence[Leaf]) -> Tree:
+    arrays, treedef = jax.tree.flatten(params)
+    new = iter(jax.tree.leaves(trained))
+    return treedef.unflatten([next(new) if leaf.trained else a for a, leaf in zip(arrays, leaves, strict=True)])
+
+
 def _optimizer_leaves(opt_state, params, leaves, mesh, config) -> tuple[Leaf, ...]:
     """A leaf whose path ends in a parameter's path and has its shape follows that parameter; others go by the rule."""
     devices = math.prod(mesh.shape[axis] for axis in config.shard_axes)
-    by_path = {keys: leaf for (keys, _), leaf in zip(jax.tree.leaves_with_path(params), leaves, strict=True)}
+    seen = without_overwritten(_trained(jax.tree.structure(params).unflatten(leaves), leaves))
+    by_path = dict(jax.tree.leaves_with_path(seen))
 
     def place(keys, leaf):
         path = _path(keys)
         for start in range(len(keys) + 1):
             owner = by_path.get(keys[start:])
             if owner and owner.shape == leaf.shape:
-                return dataclasses.replace(owner, path=path, dtype=leaf.dtype, follows=owner.path or "params")
+                follows = owner.path or "params"
+                return dataclasses.replace(owner, path=path, dtype=leaf.dtype, follows=follows, compute_dtype=None)
         return _place(path, leaf, (None,) * leaf.ndim, False, devices, config)
 
     return tuple(place(keys, leaf) for keys, leaf in jax.tree.leaves_with_path(opt_state))
@@ -438,6 +478,26 @@ def _check_axes(mesh: Mesh | AbstractMesh, config: ZeroConfig):
         raise ValueError(
             f"shard_axes {missing} are not in the mesh, which has {dict(mesh.shape)}; name axes of the mesh"
         )
+
+
+def _check_patterns(setting: str, pairs: Sequence[tuple[str, Any]], paths: list[str]):
+    unused = [pattern for pattern, _ in pairs if not any(fnmatchcase(path, pattern) for path in paths)]
+    if unused:
+        raise ValueError(f"{setting} {unused} match no parameter; paths are such as {paths[:3]}")
+
+
+def _check_overwritten(paths: list[str]):
+    """Flax keeps what gradients overwrite beside ``"params"``, and nothing else there."""
+    inside = [path for path in paths if OVERWRITTEN in path.split("/")]
+    beside = [path for path in paths if path.partition("/")[0] not in ("params", OVERWRITTEN)]
+    odd = [path for path in inside if not _is_overwritten(path)] + beside
+    if inside and odd:
+        raise ValueError(f"parameters with {OVERWRITTEN!r} must be {{'params': ..., {OVERWRITTEN!r}: ...}} and no more, "
+                         f"as Flax's TrainState has them; look at {odd[:3]}")  # fmt: skip
+
+
+def _is_overwritten(path: str) -> bool:
+    return path.startswith(f"{OVERWRITTEN}/")
 
 
 def _check_dim(path: str, shape: tuple[int, ...], dim: int, base: tuple, devices: int):
@@ -509,7 +569,9 @@ def _describe(plan: Plan) -> str:
     precision = plan.config.precision
     title = (
         f"ZeRO stage {plan.config.stage}, {tables.count(plan.devices, 'device')} ({axes}); parameters "
-        f"{precision.param_dtype}, computed in {precision.compute_dtype}, gradients reduced in {precision.reduce_dtype}"
+        f"{precision.param_dtype}, computed in {precision.compute_dtype}, "
+        f"{f'gathered in {precision.gather_dtype}, ' if precision.gather_dtype else ''}"
+        f"gradients reduced in {precision.reduce_dtype}"
     )
     shown = [*plan.params, *(leaf for leaf in plan.opt_state if not leaf.follows), *plan.model_state]
     rows = [_row(plan, leaf) for leaf in shown]
@@ -524,6 +586,8 @@ def _row(plan: Plan, leaf: Leaf) -> tuple[str, ...]:
     placed = ", ".join(f"dim {d} over {'+'.join(_axes_of(e))}" for d, e in enumerate(spec) if e is not None) or "whole"
     why = leaf.why if plan.config.stage > 0 or leaf.dim is None else "stage 0"
     why = why if leaf.trained or not is_floating(leaf) else f"frozen; {why}"
+    if leaf.compute_dtype not in (None, plan.config.precision.compute_dtype):
+        why += f"; computed in {leaf.compute_dtype}"
     here, of = tables.size(plan._bytes(leaf)), tables.size(leaf.bytes)
     return leaf.path, "x".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype), placed, here, of, why
 

@@ -1,12 +1,16 @@
 """Which leaves are numbers that a loss computes with, and casts that touch only those."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.config import Precision
 from zerojax.contracts import Tree
+
+OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection beside "params": fp8 scales and histories of maxima
 
 
 def is_floating(leaf: Any) -> bool:
@@ -25,6 +29,33 @@ def floating(tree: Tree) -> list[Any]:
     [Array([0., 0.], dtype=float32)]
     """
     return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+
+
+def without_overwritten(params: Tree) -> Tree:
+    """What the optimizer sees of parameters or gradients: all but what gradients overwrite, as in Flax's `TrainState`.
+
+    >>> without_overwritten({"params": {"w": 1}, OVERWRITTEN: {"scale": 2}}), without_overwritten({"w": 1})
+    ({'w': 1}, {'w': 1})
+    """
+    return params["params"] if _overwrites(params) else params
+
+
+def with_overwritten(optimized: Tree, grads: Tree) -> Tree:
+    """New parameters from what the optimizer made of some, and from the gradients that are the others' next values.
+
+    >>> with_overwritten({"w": 1}, {"params": {"w": 0}, OVERWRITTEN: {"scale": 2}})["params"]
+    {'w': 1}
+    """
+    return {**grads, "params": optimized} if _overwrites(grads) else optimized
+
+
+def at_rest(params: Tree, dtype: Any) -> Tree:
+    """Parameters in ``dtype``, but for those that gradients overwrite.
+
+    >>> at_rest({"w": jnp.zeros(2)}, "bfloat16")["w"].dtype.name
+    'bfloat16'
+    """
+    return {**params, "params": cast(params["params"], dtype)} if _overwrites(params) else cast(params, dtype)
 
 
 def merge(floats: list[Any], tree: Tree) -> Tree:
@@ -46,6 +77,19 @@ def cast(tree: Tree, dtype: Any) -> Tree:
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, tree)
 
 
+def rounded(array: jax.Array, dtype: Any) -> jax.Array:
+    """As after a cast to ``dtype`` and back; compilers may drop such a pair of casts.
+
+    >>> float(rounded(jnp.float32(1 / 3), "bfloat16"))
+    0.333984375
+    """
+    info = jnp.finfo(dtype)
+    near = lax.reduce_precision(array, info.nexp, info.nmant)
+    if jnp.dtype(dtype) == jnp.float16:  # of which reduce_precision makes zeros below the normal numbers
+        near = jnp.where(jnp.abs(array) < 2.0**-14, jnp.round(array * 2.0**24) * 2.0**-24, near)
+    return near
+
+
 def cast_like(tree: Tree, like: Tree) -> Tree:
     """Every leaf in the dtype of its counterpart.
 
@@ -62,3 +106,7 @@ def gradient_dtype(precision: Precision) -> Any:
     'float32'
     """
     return jnp.promote_types(precision.reduce_dtype, jnp.float32)
+
+
+def _overwrites(params: Tree) -> bool:
+    return isinstance(params, Mapping) and OVERWRITTEN in params

@@ -13,7 +13,7 @@ from jax import lax
 from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.plan import Plan, born, mesh_context
-from zerojax.precision import cast, is_floating
+from zerojax.precision import at_rest
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
 
@@ -58,7 +58,7 @@ def init_state(
         else:  # init_fn makes the model state only
             model_state = jax.jit(lambda key: init(key).model_state, out_shardings=shardings.model_state)(key)
             variables = Variables(_place_params(params, plan), model_state)
-        opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(plan.trained(variables.params))
+        opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(plan.optimized(variables.params))
         step, rng = jax.jit(lambda key: (jnp.int32(0), _train_key(key)), out_shardings=plan.replicated)(key)
     return TrainState(step, variables.params, opt_state, rng, variables.model_state)
 
@@ -84,7 +84,7 @@ def gather_params(params: Tree, plan: Plan) -> Tree:
 def check_transform(tx: optax.GradientTransformation, plan: Plan):
     """Raise a ``ValueError`` unless ``tx`` makes the optimizer state that the plan has places for."""
     with mesh_context(plan.mesh):
-        made = jax.eval_shape(tx.init, plan.trained(plan.abstract_state.params))
+        made = jax.eval_shape(tx.init, plan.optimized(plan.abstract_state.params))
     _check_shapes(made, plan.abstract_state.opt_state, "the optimizer state of tx")
 
 
@@ -202,13 +202,14 @@ def _place_params(params: Tree, plan: Plan) -> Tree:
     dtype = plan.config.precision.param_dtype
     params = jax.tree.map(lambda p: p if isinstance(p, jax.Array) else np.asarray(p), params)
 
-    def after_cast(leaf):
+    def shape(leaf):
         own = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_floating(leaf) else own)
+        return jax.ShapeDtypeStruct(leaf.shape, own)
 
-    _check_shapes(jax.tree.map(after_cast, params), plan.abstract_state.params, "params")
+    after_cast = jax.eval_shape(lambda p: at_rest(p, dtype), jax.tree.map(shape, params))
+    _check_shapes(after_cast, plan.abstract_state.params, "params")
     shardings = plan.state_shardings.params
-    return jax.jit(_own_copy(lambda p: cast(p, dtype)), out_shardings=shardings)(jax.device_put(params, shardings))
+    return jax.jit(_own_copy(lambda p: at_rest(p, dtype)), out_shardings=shardings)(jax.device_put(params, shardings))
 
 
 def _check_shapes(tree: Tree, expected: Tree, what: str):

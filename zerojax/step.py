@@ -14,13 +14,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax import collectives, tables, units
 from zerojax.contracts import Loss, TrainState, Tree
 from zerojax.passes import Traffic
 from zerojax.plan import Leaf, Plan, mesh_context
-from zerojax.precision import cast, cast_like, floating, gradient_dtype, merge
+from zerojax.precision import (
+    cast_like,
+    floating,
+    gradient_dtype,
+    merge,
+    rounded,
+    with_overwritten,
+    without_overwritten,
+)
 from zerojax.state import (
     check_batch,
     check_params,
@@ -114,7 +123,8 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         rng = jax.random.fold_in(state.rng, state.step)
         loss, grads, model_state = gradient(state.params, batch, rng, state.model_state)
         params, opt_state = _update(tx, grads, state, plan)
-        metrics = {"loss": loss.total, "grad_norm": optax.tree.norm(grads), "step": state.step + 1}
+        grad_norm = optax.tree.norm(without_overwritten(grads))
+        metrics = {"loss": loss.total, "grad_norm": grad_norm, "step": state.step + 1}
         new = TrainState(state.step + 1, params, opt_state, state.rng, model_state)
         return new, _add_metrics(metrics, loss.metrics)
 
@@ -283,13 +293,14 @@ def _off_axes(measure: Callable, plan: Plan) -> Callable:
 
 def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
     """``(params, batch, rng, model_state) -> (mean loss, mean gradient, new model state)`` on global arrays."""
-    objective = _objective(with_arguments(loss_fn))
+    objective = _objective(with_arguments(loss_fn), plan)
 
     def local(params, batch, rng, model_state):
         sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state)
         loss = _global_mean(sums, plan)
         dtype = gradient_dtype(plan.config.precision)
-        grads = [_divide(g.astype(dtype), loss.weight) for g in grads]
+        pairs = zip(grads, _trained(plan.wire, plan), strict=True)
+        grads = [g if leaf.overwritten else _divide(g.astype(dtype), loss.weight) for g, leaf in pairs]
         return loss, grads, collectives.mean(model_state, plan.axes)
 
     grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
@@ -328,13 +339,17 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
         return _whole(shards, leaves, plan)
 
     def reduce(grads, leaves):
-        return collectives.reduce_scatter(cast(grads, precision.reduce_dtype), leaves, plan.axes)
+        pairs = zip(grads, leaves, strict=True)
+        sent = [g if leaf.overwritten else g.astype(precision.reduce_dtype) for g, leaf in pairs]
+        return collectives.reduce_scatter(sent, leaves, plan.axes)
 
-    def weigh(grads, loss):  # the gradient of a mean becomes that of a sum, in float32 where sums do not overflow
-        return [g.astype(dtype) * _divisor(loss.weight).astype(dtype) for g in grads]
+    def weigh(grads, leaves, divisor):  # that of a mean becomes that of a sum, in float32 where sums do not overflow
+        pairs = zip(grads, leaves, strict=True)
+        return [g if leaf.overwritten else g.astype(dtype) * divisor.astype(dtype) for g, leaf in pairs]
 
-    def leaving(grads, leaves, loss):  # what a unit does with its gradient
-        return reduce(weigh(grads, loss), leaves) if every else weigh(grads, loss)
+    def leaving(grads, leaves, aux):  # what a unit does with its gradient
+        weighed = weigh(grads, leaves, aux[1])
+        return reduce(weighed, leaves) if every else weighed
 
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
@@ -343,37 +358,40 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
         new = iter(trained)
         return on_whole([next(new) if leaf.trained else a for a, leaf in zip(held, plan.wire, strict=True)], *args)
 
-    every = schedule.reduce == "micro-batch"
+    every, trained = schedule.reduce == "micro-batch", _trained(plan.wire, plan)
     held = gather(shards, plan.wire) if schedule.gather == "step" else shards
     zeros = [jnp.zeros(a.shape, dtype) for a in _trained(shards if every else held, plan)]
     travelling = gather if schedule.gather == "use" else None
-    traffic = Traffic(travelling, leaving, precision.compute_dtype, remat)
+    traffic = Traffic(travelling, leaving, remat)
     in_units = units.gradient(on_whole, held, plan.wire, traffic)
 
     def micro_batch(model_state, index, rows):
         args = rows, _fold(rng, index, plan), model_state
         if every or remat is not None:
-            (_, loss), grads = in_units(index, *args)
+            (_, (loss, _)), grads = in_units(index, *args)
             grads = [zero if g is None else g for g, zero in zip(_trained(grads, plan), zeros, strict=True)]
         else:
-            (_, loss), grads = jax.value_and_grad(on_trained, has_aux=True)(_trained(held, plan), *args)
-            grads = weigh(grads, loss)
+            (_, (loss, divisor)), grads = jax.value_and_grad(on_trained, has_aux=True)(_trained(held, plan), *args)
+            grads = weigh(grads, trained, divisor)
         return loss.model_state, grads, _weighted(loss)
 
     if count == 1:
         model_state, grads, sums = micro_batch(model_state, 0, batch)
     else:
-        model_state, grads, sums = _accumulate(micro_batch, model_state, zeros, _micro_batches(batch, count))
-    return sums, grads if every else reduce(grads, _trained(plan.wire, plan)), model_state
+        model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, _micro_batches(batch, count))
+    return sums, grads if every else reduce(grads, trained), model_state
 
 
-def _accumulate(micro_batch, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
+def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
     """Sums over the micro-batches, in a scan; the model state is threaded through."""
 
     def body(carry, part):
         model_state, sums = carry
         model_state, grads, weighted = micro_batch(model_state, *part)
-        return (model_state, [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]), weighted
+        return (model_state, [add(*parts) for parts in zip(sums, grads, leaves, strict=True)]), weighted
+
+    def add(total, grad, leaf):  # what overwrites is largest of all micro-batches, and never below zero
+        return jnp.maximum(total, grad) if leaf.overwritten else total + grad.astype(total.dtype)
 
     count = jax.tree.leaves(batches)[0].shape[0]
     (model_state, sums), weighted = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
@@ -391,12 +409,20 @@ def _trained(floats: Sequence[Any], plan: Plan) -> list[Any]:
 
 
 def _whole(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
-    """Whole parameters in the dtype that the loss sees.
+    """Whole parameters, each in the dtype in which the loss sees it.
 
     The shards are cast just before they travel: sooner, all of them would be held in both dtypes; later, the larger one
     would travel.
     """
-    return collectives.gather(cast(shards, plan.config.precision.compute_dtype), leaves, plan.axes)
+    sent = [_sent(shard, leaf) for shard, leaf in zip(shards, leaves, strict=True)]
+    whole = collectives.gather(sent, leaves, plan.axes)
+    return [array.astype(leaf.compute_dtype) for array, leaf in zip(whole, leaves, strict=True)]
+
+
+def _sent(shard: jax.Array, leaf: Leaf) -> jax.Array:
+    """In the dtype that travels; what stays is only rounded to it."""
+    stays = leaf.dim is None and leaf.gather_dtype != leaf.compute_dtype
+    return rounded(shard, leaf.gather_dtype) if stays else shard.astype(leaf.gather_dtype)
 
 
 def _fold(rng: Any, micro_batch: Any, plan: Plan) -> Any:
@@ -435,10 +461,11 @@ def _divisor(weight: jax.Array) -> jax.Array:
 
 def _update(tx: optax.GradientTransformation, grads: Tree, state: TrainState, plan: Plan) -> tuple[Tree, Tree]:
     """Parameters and optimizer state after ``tx``, in the dtypes that they had."""
-    trained = plan.trained(state.params)
-    updates, opt_state = tx.update(grads, state.opt_state, trained)
-    params = cast_like(optax.apply_updates(trained, updates), trained)
-    return plan.with_trained(state.params, params), cast_like(opt_state, state.opt_state)
+    seen = plan.optimized(state.params)
+    updates, opt_state = tx.update(without_overwritten(grads), state.opt_state, seen)
+    new = with_overwritten(optax.apply_updates(seen, updates), grads)
+    params = plan.with_trained(state.params, cast_like(new, plan.trained(state.params)))
+    return params, cast_like(opt_state, state.opt_state)
 
 
 # ---- the contract of the loss ----
@@ -474,19 +501,34 @@ def with_arguments(fn: Callable) -> Callable:
     return call
 
 
-def _objective(call: Callable) -> Callable:
-    """The loss as ``(params, batch, rng, model_state) -> (local mean to differentiate, Loss)``.
+def _objective(call: Callable, plan: Plan) -> Callable:
+    """The loss as ``(params, batch, rng, model_state) -> (part of a mean to differentiate, (Loss, divisor))``.
 
-    The mean, not the sum: the gradient of a sum over many rows overflows float16.
+    The local mean, not the sum: the gradient of a sum over many rows overflows float16. Where largest gradients are
+    noted (fp8), the part of the mean over all rows of the step, so that they are those of the whole batch.
     """
+    overwrites = any(leaf.overwritten for leaf in plan.wire)
 
     def objective(params, batch, rng, model_state):
-        loss = _as_loss(call(params, batch, rng, model_state), "loss_fn")
+        value = call(params, batch, rng, model_state)
+        loss = _as_loss(value, "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
         weight = lax.stop_gradient(loss.weight)
-        return loss.total / _divisor(weight), Loss(loss.total, weight, loss.metrics, new)
+        divisor = _divisor(_weight_of_step(value, weight, plan) if overwrites else weight)
+        return loss.total / divisor, (Loss(loss.total, weight, loss.metrics, new), divisor)
 
     return objective
+
+
+def _weight_of_step(value: Any, weight: jax.Array, plan: Plan) -> jax.Array:
+    """Of all rows, known from one micro-batch."""
+    count = plan.config.accumulate
+    if count > 1 and isinstance(value, Loss) and isinstance(value.weight, Tracer):
+        raise ValueError(
+            "with accumulate > 1, parameters that their gradient overwrites (fp8) need a loss whose weight is a plain "
+            "number, the same for every micro-batch: return the mean over the rows, or use accumulate=1"
+        )
+    return collectives.all_reduce(weight, plan.axes) * count
 
 
 def _as_loss(value: Any, name: str, rows: int = 1) -> Loss:

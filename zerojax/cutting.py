@@ -163,7 +163,8 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
     """
     trained = {i for i, leaf in enumerate(leaves) if leaf.trained}
     maker = _Maker(program, program.inputs[: len(leaves)], trained, program.outputs[:1])
-    if any(jaxprs.writes(eqn) for eqn in maker.eqns):  # what is written and read must not be torn apart
+    if any(jaxprs.writes(eqn) or jaxprs.sums_its_own_way(eqn) for eqn in maker.eqns):
+        # what is written and read must not be torn apart, nor gradients that only JAX can sum
         maker.active.update(var for eqn in maker.eqns for var in eqn.outvars if _is_inexact(var.aval))
         return [maker.unit(maker.eqns, _wanted_of([maker.eqns], program.outputs, maker)[0])]
     stacks = {id(eqn): found for eqn in maker.eqns if (found := _stacks(eqn, maker.numbers, leaves))}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
@@ -118,6 +119,13 @@ def variables(atoms: Sequence[Any]) -> list[Var]:
 def writes(eqn: JaxprEqn) -> bool:
     """Whether the equation makes or uses a mutable array."""
     return any("Ref" in type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars))
+
+
+def sums_its_own_way(eqn: JaxprEqn) -> bool:
+    """Whether cotangents here are not added up (those of Flax's ``fm32``, of which the largest counts)."""
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
+    extended = [d for d in dtypes if d is not None and jnp.issubdtype(d, jax.dtypes.extended)]
+    return any(not jnp.issubdtype(d, jax.dtypes.prng_key) for d in extended)
 
 
 def _is_plain_jit(eqn: JaxprEqn) -> bool:

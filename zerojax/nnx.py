@@ -15,6 +15,7 @@ from zerojax import step
 from zerojax.config import ZeroConfig
 from zerojax.contracts import Loss, Tree, Variables
 from zerojax.plan import Plan
+from zerojax.precision import OVERWRITTEN
 from zerojax.state import gather_params, init_state
 
 
@@ -34,11 +35,20 @@ def make_plan(
       wrt: which variables are parameters. All others are model state, whole on every device. To train some of the
         parameters only, freeze the others in ``config``: then they are partitioned too.
 
+    Raises:
+      ValueError: as `zerojax.make_plan`, and for linen's fp8 operations in a module, of which NNX knows nothing.
+
     >>> plan = make_plan(lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3), jax.make_mesh((8,), ("data",)))
     >>> [(leaf.path, leaf.dim) for leaf in plan.params]
     [('bias', 0), ('kernel', 1)]
     """
-    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(_abstract(make_model), wrt)))
+    model = _abstract(make_model)
+    kinds = [(path, type(v).__name__) for path, v in nnx.to_flat_state(nnx.state(model)) if isinstance(v, nnx.Variable)]
+    overwritten = ["/".join(map(str, path)) for path, kind in kinds if kind == OVERWRITTEN]
+    if overwritten:  # nnx.Optimizer has no place for them, and as model state they would keep their first values
+        raise ValueError(f"{overwritten[:3]} are to be overwritten by their gradients (fp8), which NNX's optimizer "
+                         "does not do; use linen, or another way to quantize")  # fmt: skip
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, wrt)))
     return plans.make_plan(_init_fn(make_model, wrt), tx, mesh, config, base_specs=specs)
 
 

@@ -492,8 +492,8 @@ def _check_overwritten(paths: list[str]):
     beside = [path for path in paths if path.partition("/")[0] not in ("params", OVERWRITTEN)]
     odd = [path for path in inside if not _is_overwritten(path)] + beside
     if inside and odd:
-        raise ValueError(f"parameters with {OVERWRITTEN!r} must be {{'params': ..., {OVERWRITTEN!r}: ...}} and no more, "
-                         f"as Flax's TrainState has them; look at {odd[:3]}")  # fmt: skip
+        raise ValueError(f"parameters with {OVERWRITTEN!r} must be {{'params': ..., {OVERWRITTEN!r}: ...}}, no more, "
+                         f"as in Flax's TrainState; look at {odd[:3]}")  # fmt: skip
 
 
 def _is_overwritten(path: str) -> bool:

@@ -5,10 +5,10 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types bench clean
+.PHONY: help demo test test-all test-night lint types bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.demo ## train a small GPT at stage 3 on 8 simulated devices (a few minutes)
 	$(VENV)/bin/zerojax train --stage 3 --devices 8 $(ARGS)
@@ -18,6 +18,9 @@ test: $(VENV)/.test ## the ordinary tests (under ten minutes on two cores)
 
 test-all: $(VENV)/.test ## the ordinary tests and the long ones
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "long or not long" $(ARGS)
+
+test-night: $(VENV)/.test ## thousands of random trees, meshes and configurations (an hour or so)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/test_properties.py --hypothesis-profile=night $(ARGS)
 
 lint: $(VENV)/.dev ## style and likely mistakes
 	$(VENV)/bin/ruff check .

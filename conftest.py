@@ -31,11 +31,9 @@ def _devices():
 
 def pytest_configure():
     """Profiles of hypothesis: the same examples each time, or by --hypothesis-profile=night many new ones."""
-    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis import HealthCheck, settings
 
     shared = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    settings.register_profile(
-        "ordinary", shared, phases=[Phase.explicit, Phase.generate], max_examples=50, derandomize=True, database=None
-    )
+    settings.register_profile("ordinary", shared, max_examples=50, derandomize=True, database=None)
     settings.register_profile("night", shared, max_examples=1600, print_blob=True)
     settings.load_profile("ordinary")

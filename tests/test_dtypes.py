@@ -61,6 +61,12 @@ def trained(**config):
     return jax.device_get((state.params, state.opt_state)), metrics
 
 
+def planned(loss, **config):
+    """Plan and step, without a state."""
+    plan = zerojax.make_plan(lambda key: even_params(), ADAM, make_mesh(), zerojax.ZeroConfig(**config))
+    return plan, zerojax.make_train_step(loss, ADAM, plan)
+
+
 CASES = {  # config, and what parameters pass through: matrices, biases
     "by path": ({"precision": "c=bf16", "compute_dtypes": NORMS}, ("bfloat16",), ("float32",)),
     "lower by path": ({"compute_dtypes": {"w*": "bf16", "*": "fp32"}}, ("bfloat16",), ("float32",)),
@@ -71,12 +77,15 @@ CASES = {  # config, and what parameters pass through: matrices, biases
 }
 
 
-LONG = [("by path", 0, 1), ("by path", 2, 1), ("wire", 1, 1), ("wire", 2, 2), ("both", 0, 2)]
+LONG = [
+    *[("by path", 0, 1), ("by path", 2, 1), ("wire", 1, 1), ("wire", 2, 2), ("both", 0, 2), ("lower by path", 2, 1)],
+    *[("wide wire", 3, 2), ("fp16 wire", 2, 2)],
+]
 
 
 @pytest.mark.parametrize(("case", "stage", "accumulate"), [
-    ("by path", 1, 2), ("by path", 3, 1), ("wire", 0, 2), ("wire", 3, 1), ("lower by path", 2, 1),
-    ("fp16 wire", 3, 2), ("both", 2, 1), ("wide wire", 3, 2), *(pytest.param(*c, marks=pytest.mark.long) for c in LONG),
+    ("by path", 1, 2), ("by path", 3, 1), ("wire", 0, 1), ("wire", 3, 1), ("both", 3, 2),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
 ])  # fmt: skip
 def test_each_parameter_is_seen_in_its_dtype(case, stage, accumulate):
     config, matrices, biases = CASES[case]
@@ -126,8 +135,8 @@ def dtypes_in(run):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_every_kind_of_step_sees_them(stage):
-    config = zerojax.ZeroConfig(stage, precision="c=bf16,g=fp16", compute_dtypes={"w1": "float32", "b*": "float16"})
-    plan = zerojax.make_plan(lambda key: even_params(), ADAM, make_mesh(), config)
+    dtypes = {"w1": "float32", "b*": "float16"}
+    plan, _ = planned(loss_fn, stage=stage, precision="c=bf16,g=fp16", compute_dtypes=dtypes)
     right = {"w1": "float32", "w2": "bfloat16", "b1": "float16", "b2": "float16"}
     state, batch = plan.abstract_state, jax.eval_shape(lambda: even_batch())
     assert dtypes_in(lambda loss: zerojax.make_train_step(loss, ADAM, plan).lower(state, batch)) == right
@@ -138,7 +147,7 @@ def test_every_kind_of_step_sees_them(stage):
 
 def test_the_first_pattern_counts_and_the_plan_shows_it():
     dtypes = {"b1": "bf16", "b*": "float16", "w*": "float32"}
-    plan, _, _ = prepare(even_params(), ADAM, compute_dtypes=dtypes)
+    plan, _ = planned(loss_fn, compute_dtypes=dtypes)
     assert {leaf.path: leaf.compute_dtype for leaf in plan.params} == {
         "b1": "bfloat16", "b2": "float16", "w1": "float32", "w2": "float32"
     }  # fmt: skip
@@ -147,12 +156,12 @@ def test_the_first_pattern_counts_and_the_plan_shows_it():
     assert shown.count("computed in bfloat16") == shown.count("computed in float16") == 1
     assert shown.count("computed in float32") == 1  # in the title only
     assert "gathered in" not in shown
-    assert "gathered in bfloat16" in str(prepare(even_params(), ADAM, precision="g=bf16")[0]).replace("\n", " ")
+    assert "gathered in bfloat16" in str(planned(loss_fn, precision="g=bf16")[0]).replace("\n", " ")
     assert plan.with_stage(1).wire == plan.wire
 
 
 def test_explain_counts_their_bytes():
-    plan, _, step = prepare(even_params(), ADAM, in_float32, precision="c=bf16", compute_dtypes={"w1": "float32"})
+    plan, step = planned(in_float32, precision="c=bf16", compute_dtypes={"w1": "float32"})
     found = zerojax.explain(step, plan.abstract_state, jax.eval_shape(lambda: even_batch()))
     assert sum(unit.bytes for unit in found.units) == 4 * 16 * 32 + 2 * (32 + 32 * 8 + 8)
 
@@ -189,7 +198,7 @@ W, B = 16 * 32 + 32 * 8, 32 + 8
     ("c=bf16,g=f32", {"w*": "fp16"}, {"f16": W, "f32": B}),
 ])  # fmt: skip
 def test_elements_on_the_wire(precision, dtypes, right):
-    plan, _, step = prepare(even_params(), ADAM, in_float32, precision=precision, compute_dtypes=dtypes, stage=1)
+    plan, step = planned(in_float32, precision=precision, compute_dtypes=dtypes, stage=1)
     assert sent(step, plan) == right
     assert set(sent(step, plan, "reduce_scatter")) == {"f32"}
     evaluate = zerojax.make_eval_step(in_float32, plan.with_stage(3))
@@ -200,7 +209,7 @@ def test_the_compiled_program_sends_half_the_bytes():
     """float16 is what the CPU's compiler does not widen."""
     texts = {}
     for precision in ("c=f32", "g=fp16"):
-        plan, _, step = prepare(even_params(), ADAM, loss_fn, precision=precision, stage=1)
+        plan, step = planned(loss_fn, precision=precision, stage=1)
         compiled = step.lower(plan.abstract_state, jax.eval_shape(lambda: even_batch())).compile()
         found = [c for c in zerojax.accounting.collectives(compiled.as_text()) if c.kind == "all-gather"]
         texts[precision] = sum(c.bytes for c in found)
@@ -211,7 +220,7 @@ def test_the_compiled_program_sends_half_the_bytes():
 def test_saying_what_holds_anyway_changes_no_program(stage):
     texts = []
     for precision, dtypes in (("c=bf16", {}), ("c=bf16,g=bf16", {}), ("c=bf16", {"*": "bf16"})):
-        plan, _, step = prepare(even_params(), ADAM, precision=precision, compute_dtypes=dtypes, stage=stage)
+        plan, step = planned(loss_fn, precision=precision, compute_dtypes=dtypes, stage=stage)
         texts.append(step.lower(plan.abstract_state, jax.eval_shape(lambda: even_batch())).as_text())
     assert texts[0] == texts[1] == texts[2]
 
@@ -234,7 +243,7 @@ def test_micro_gradients_of_every_dtype_add_up_in_float32(stage):
     assert float(step(state, terms)[1]["grad_norm"]) == pytest.approx(one * np.sqrt(1 / 8 + 1 / 8 + 1), rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_the_norm_of_several_dtypes_does_not_overflow(stage):
     """pytorch/pytorch#90028: 4096 gradients of 64 in float16 and as many in float32."""
     tx = optax.chain(optax.clip_by_global_norm(64.0), optax.sgd(1.0))
@@ -249,7 +258,7 @@ def test_the_norm_of_several_dtypes_does_not_overflow(stage):
     assert norm(state.params) == pytest.approx(64.0, rel=1e-6)
 
 
-@pytest.mark.parametrize(("shape", "accumulate"), [((8, 1), 1), ((2, 4), 2)])
+@pytest.mark.parametrize(("shape", "accumulate"), [((2, 4), 2), pytest.param((8, 1), 1, marks=pytest.mark.long)])
 def test_gradients_of_experts_do_not_grow_with_their_devices(shape, accumulate):
     """deepspeedai/DeepSpeed#6545, deepspeedai/DeepSpeed#5618: 4 experts over an axis of their own, token t to t % 4.
 

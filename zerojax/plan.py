@@ -270,6 +270,7 @@ def make_plan(
         )
     mesh = _with_auto_axes(mesh)
     _check_axes(mesh, config)
+    _check_compiler(mesh, config)
     with mesh_context(mesh):
         variables, stacked = _trace(init_fn, config)
         _check_overwritten([path for path, _ in _with_paths(variables.params)])
@@ -478,6 +479,15 @@ def _check_axes(mesh: Mesh | AbstractMesh, config: ZeroConfig):
         raise ValueError(
             f"shard_axes {missing} are not in the mesh, which has {dict(mesh.shape)}; name axes of the mesh"
         )
+
+
+def _check_compiler(mesh: Mesh | AbstractMesh, config: ZeroConfig):
+    """XLA ends the process ("Invalid binary instruction opcode copy") at such a sum over some axes of several."""
+    others = [axis for axis in mesh.axis_names if axis not in config.shard_axes]
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    if others and on_cpu and config.precision.reduce_dtype == "bfloat16":
+        raise ValueError(f"reduce_dtype='bfloat16' with mesh axes {others} beside the shard axes makes XLA's compiler for "
+                         "CPUs abort the process; use reduce_dtype='float32' on CPU devices")  # fmt: skip
 
 
 def _check_patterns(setting: str, pairs: Sequence[tuple[str, Any]], paths: list[str]):

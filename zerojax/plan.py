@@ -486,8 +486,8 @@ def _check_compiler(mesh: Mesh | AbstractMesh, config: ZeroConfig):
     others = [axis for axis in mesh.axis_names if axis not in config.shard_axes]
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     if others and on_cpu and config.precision.reduce_dtype == "bfloat16":
-        raise ValueError(f"reduce_dtype='bfloat16' with mesh axes {others} beside the shard axes makes XLA's compiler for "
-                         "CPUs abort the process; use reduce_dtype='float32' on CPU devices")  # fmt: skip
+        raise ValueError(f"reduce_dtype='bfloat16' with mesh axes {others} beside the shard axes makes XLA's compiler "
+                         "for CPUs abort the process; use reduce_dtype='float32' on CPU devices")  # fmt: skip
 
 
 def _check_patterns(setting: str, pairs: Sequence[tuple[str, Any]], paths: list[str]):

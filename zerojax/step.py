@@ -543,8 +543,9 @@ def _as_loss(value: Any, name: str, rows: int = 1) -> Loss:
             )
     if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
         raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
-    times = 1 if isinstance(value, Loss) else rows
-    total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) * times for x in (loss.total, loss.weight))
+    total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) for x in (loss.total, loss.weight))
+    if rows > 1 and not isinstance(value, Loss):
+        total, weight = total * rows, weight * rows
     return Loss(total, weight, loss.metrics, loss.model_state)
 
 

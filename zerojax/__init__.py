@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "Loss",
+    "LossScale",
     "Plan",
     "Precision",
     "TrainState",
@@ -22,7 +23,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from zerojax.accounting import report
-    from zerojax.config import Precision, ZeroConfig
+    from zerojax.config import LossScale, Precision, ZeroConfig
     from zerojax.contracts import Loss, TrainState, Variables
     from zerojax.explanation import explain
     from zerojax.plan import Plan, make_plan
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 else:  # on first use: JAX takes a second to import, for which the command's help need not wait
     _NAMES = {
         "accounting": ["report"],
-        "config": ["Precision", "ZeroConfig"],
+        "config": ["LossScale", "Precision", "ZeroConfig"],
         "contracts": ["Loss", "TrainState", "Variables"],
         "explanation": ["explain"],
         "plan": ["Plan", "make_plan"],

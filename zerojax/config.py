@@ -1,4 +1,4 @@
-"""What the user decides: ``ZeroConfig`` and ``Precision``, validated on construction."""
+"""What the user decides: ``ZeroConfig``, ``Precision`` and ``LossScale``, validated on construction."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +16,8 @@ _SHORT = {
 }
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _KEYS = {"p": "param_dtype", "c": "compute_dtype", "g": "gather_dtype", "r": "reduce_dtype"}
+_ROUNDINGS = ("nearest", "stochastic")
+_LEAST, _LARGEST = float(jnp.finfo("float32").smallest_normal), float(jnp.finfo("float32").max)
 
 
 def _dtype_name(value: Any, where: str) -> str:
@@ -52,40 +54,107 @@ class Precision:
         ``compute_dtypes`` travel in the dtype that is given there.
       reduce_dtype: of the gradients on the wire. They are accumulated, averaged and given to ``tx`` in float32 (or
         float64 if that is the ``reduce_dtype``).
+      rounding: of parameters that rest in less than float32, after an update. ``"nearest"`` loses every update that
+        is less than half a step of the dtype. ``"stochastic"`` computes the update in float32, from the parameters
+        in float32, and rounds up or down with probabilities that make the mean right (arXiv 1502.02551, section 3);
+        the random bits are the same on every mesh and at every stage. Of `make_train_step` only.
 
     Raises:
-      ValueError: if a name is no floating dtype.
+      ValueError: if a name is no floating dtype, or parameters in float32 shall be rounded stochastically.
 
     >>> Precision(compute_dtype="bf16")
     Precision(param_dtype='float32', compute_dtype='bfloat16', reduce_dtype='float32', gather_dtype=None)
     >>> Precision.parse("c=bf16,r=bf16").reduce_dtype
     'bfloat16'
+    >>> Precision.parse("p=bf16,c=bf16,rounding=stochastic").rounding
+    'stochastic'
     """
 
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"
     gather_dtype: str | None = None
+    rounding: str = "nearest"
 
     def __post_init__(self):
         for name in _KEYS.values():
             if name != "gather_dtype" or self.gather_dtype is not None:
                 object.__setattr__(self, name, _dtype_name(getattr(self, name), name))
+        if self.rounding not in _ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r} is not one of {', '.join(map(repr, _ROUNDINGS))}")
+        if self.rounding == "stochastic" and self.param_dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"rounding='stochastic' has nothing to round in param_dtype={self.param_dtype!r}; use it "
+                             "with param_dtype='bfloat16' or 'float16', or leave it out")  # fmt: skip
 
     @classmethod
     def parse(cls, text: str) -> "Precision":
-        """From a short form: comma-separated ``p=``, ``c=``, ``g=`` and ``r=`` (param, compute, gather, reduce), others
-        by default."""
+        """From a short form: comma-separated ``p=``, ``c=``, ``g=``, ``r=`` (param, compute, gather, reduce) and
+        ``rounding=``; others by default."""
         found = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             key, equals, value = (p.strip() for p in part.partition("="))
             name = _KEYS.get(key, key)
-            if not equals or name not in _KEYS.values() or name in found:
+            if not equals or name not in (*_KEYS.values(), "rounding") or name in found:
                 raise ValueError(
                     f"cannot read {part!r} in precision {text!r}; write for example 'c=bf16' or 'p=f32,c=bf16,r=f32'"
                 )
             found[name] = value
         return cls(**found)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (arXiv 1710.03740, section 3.2), which keeps small gradients of float16 from vanishing.
+
+    The loss is multiplied by a scale before it is differentiated, and the gradient divided by it in float32. A step
+    with a gradient that is not finite (an overflow) is skipped, and the scale lowered; after enough good steps it is
+    raised. With both factors 1 the scale is constant.
+
+    Attributes:
+      initial: the first scale.
+      growth_interval: good steps in a row, since the scale last changed, after which it is raised.
+      growth_factor: by which it is raised; 1 or more.
+      backoff_factor: by which it is lowered; more than 0, at most 1.
+      hysteresis: the overflows that it takes to lower the scale; all but the last only skip their step. From then on
+        every overflow lowers it, until the scale is raised.
+      consecutive_hysteresis: whether any good step makes it take as many overflows again.
+      minimum: below which the scale is never lowered.
+      patience: overflows in a row that no lower scale can help (at the minimum, or with a constant scale), after which
+        training raises a `FloatingPointError`. It comes up to 8 steps later, so that the host never waits for a step.
+
+    Raises:
+      ValueError: if a value is out of range.
+
+    >>> LossScale(initial=1024, growth_interval=1000).initial
+    1024.0
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+    patience: int = 10
+
+    def __post_init__(self):
+        for name in ("initial", "growth_factor", "backoff_factor", "minimum"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not _LEAST <= value <= _LARGEST:
+                raise ValueError(f"{name}={value!r} is not a positive number that float32 can hold")
+            object.__setattr__(self, name, float(value))
+        for name in ("growth_interval", "hysteresis", "patience"):
+            if type(getattr(self, name)) is not int or not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a number of steps; use 1 or more")
+        if self.growth_factor < 1 or self.backoff_factor > 1:
+            raise ValueError(f"growth_factor={self.growth_factor} must be 1 or more, backoff_factor="
+                             f"{self.backoff_factor} at most 1")  # fmt: skip
+        if self.minimum > self.initial:
+            raise ValueError(f"minimum={self.minimum} is more than initial={self.initial}; give both or neither")
+        if type(self.consecutive_hysteresis) is not bool:
+            raise ValueError(f"consecutive_hysteresis={self.consecutive_hysteresis!r} is neither True nor False")
 
 
 @dataclass(frozen=True)
@@ -110,6 +179,9 @@ class ZeroConfig:
         the others; they have no gradient, no part in ``grad_norm`` and no state in the optimizer, and do not change.
       compute_dtypes: likewise the dtype in which the loss sees a parameter (``{"*/norm*": "float32"}``), where it is
         not the ``compute_dtype`` of the precision.
+      loss_scale: a `LossScale`, or ``True`` for one with its defaults; ``None`` (or ``False``) for no loss scaling.
+      skip_nonfinite: skip steps whose gradient is not finite, without loss scaling; with it they always are. A skipped
+        step changes nothing of the state, not even ``step``, but the loss scale.
 
     Raises:
       ValueError: if a value is out of range, with what to write instead.
@@ -129,6 +201,8 @@ class ZeroConfig:
     trainable: tuple[str, ...] = ("*",)
     frozen: tuple[str, ...] = ()
     compute_dtypes: tuple[tuple[str, str], ...] = ()
+    loss_scale: LossScale | bool | None = None
+    skip_nonfinite: bool = False
 
     def __post_init__(self):
         if isinstance(self.precision, str):
@@ -139,7 +213,16 @@ class ZeroConfig:
         object.__setattr__(self, "overrides", _pairs(self.overrides))
         dtypes = [(p, _dtype_name(dtype, f"compute_dtypes: {p!r}")) for p, dtype in _pairs(self.compute_dtypes)]
         object.__setattr__(self, "compute_dtypes", tuple(dtypes))
+        if isinstance(self.loss_scale, bool):
+            object.__setattr__(self, "loss_scale", LossScale() if self.loss_scale else None)
         self._check()
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """What decides about skipped steps: the loss scale, or a constant one of 1 for ``skip_nonfinite``."""
+        if isinstance(self.loss_scale, LossScale):
+            return self.loss_scale
+        return LossScale(initial=1, growth_factor=1, backoff_factor=1) if self.skip_nonfinite else None
 
     def _check(self):
         if type(self.stage) is not int or self.stage not in range(4):
@@ -153,6 +236,11 @@ class ZeroConfig:
         if not (self.remat is None or (isinstance(self.remat, str) and self.remat == "unit") or callable(self.remat)):
             raise ValueError(f"remat={self.remat!r} is neither None nor 'unit' nor a policy of jax.checkpoint, such as "
                              "jax.checkpoint_policies.dots_saveable")  # fmt: skip
+        if not (self.loss_scale is None or isinstance(self.loss_scale, LossScale)):
+            raise ValueError(f"loss_scale={self.loss_scale!r} is neither True nor a LossScale, such as "
+                             "LossScale(initial=1024)")  # fmt: skip
+        if type(self.skip_nonfinite) is not bool:
+            raise ValueError(f"skip_nonfinite={self.skip_nonfinite!r} is neither True nor False")
         axes = self.shard_axes
         if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) for a in axes):
             raise ValueError(f"shard_axes={axes!r} must be one or more different names of mesh axes")

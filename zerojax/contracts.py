@@ -11,6 +11,27 @@ Tree = Any  # a pytree of arrays, of shapes or of shardings
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class ScaleState:
+    """Where dynamic loss scaling stands; scalars.
+
+    Attributes:
+      scale: float32, what the next step's loss is multiplied by.
+      good_steps: int32, steps without overflow since the scale last changed.
+      hysteresis: int32, the overflows that it takes to lower the scale.
+      stuck: int32, overflows in a row that no lower scale could help.
+
+    >>> ScaleState(scale=65536.0, good_steps=0, hysteresis=1, stuck=0).scale
+    65536.0
+    """
+
+    scale: Any
+    good_steps: Any
+    hysteresis: Any
+    stuck: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TrainState:
     """All that training carries from one step to the next; a pytree.
 
@@ -20,6 +41,8 @@ class TrainState:
       opt_state: what ``tx.init`` returned, then what ``tx.update`` did.
       rng: a typed random key; every step folds its own number into it.
       model_state: mutable model state (BatchNorm statistics), whole on every device; ``None`` if there is none.
+      loss_scale: a `ScaleState` where steps may be skipped (``ZeroConfig(loss_scale=..., skip_nonfinite=...)``), else
+        ``None``.
 
     >>> jax.tree.leaves(TrainState(step=0, params={"w": 1.0}, opt_state=(), rng=2))
     [0, 1.0, 2]
@@ -30,6 +53,7 @@ class TrainState:
     opt_state: Tree
     rng: Any
     model_state: Tree = None
+    loss_scale: ScaleState | None = None
 
 
 @jax.tree_util.register_dataclass

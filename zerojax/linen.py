@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 from zerojax.contracts import Tree, Variables
 from zerojax.plan import Plan
 from zerojax.precision import OVERWRITTEN
-from zerojax.state import init_state
+from zerojax.state import check_own_update, init_state
 
 
 def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tree]:
@@ -68,6 +68,7 @@ def create_train_state(
     >>> tuple(state.params["kernel"].sharding.spec)
     (None, 'data')
     """
+    check_own_update(plan, "linen.create_train_state")
     made = init_state(init_fn, tx, plan, key, params=params)
     if "model_state" in state_class.__dataclass_fields__:
         fields.setdefault("model_state", made.model_state)

@@ -16,7 +16,7 @@ from zerojax.config import ZeroConfig
 from zerojax.contracts import Loss, Tree, Variables
 from zerojax.plan import Plan
 from zerojax.precision import OVERWRITTEN
-from zerojax.state import gather_params, init_state
+from zerojax.state import check_own_update, gather_params, init_state
 
 
 def make_plan(
@@ -68,6 +68,7 @@ def create(
     >>> tuple(model.kernel.sharding.spec)
     (None, 'data')
     """
+    check_own_update(plan, "nnx.create")
     made = init_state(_init_fn(make_model, wrt), tx, plan, key)
     model, of_all = _abstract(make_model), plan.transform(tx)
     # The optimizer would place its state by the module's annotations; the plan decides that.
@@ -107,6 +108,7 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
     >>> bool(after < before)
     True
     """
+    check_own_update(plan, "nnx.value_and_grad")
 
     def run(model, batch, rng=None):
         graphdef, params, rest = nnx.split(model, wrt, ...)

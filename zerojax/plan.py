@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from zerojax import compilers, tables
 from zerojax.config import Precision, ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
-from zerojax.precision import OVERWRITTEN, at_rest, is_floating, without_overwritten
+from zerojax.precision import OVERWRITTEN, at_rest, first_scale, is_floating, without_overwritten
 
 _WHOLE_SHARE = 0.01  # of all bytes: what may stay whole, for want of a dim, without the config allowing it
 
@@ -137,21 +137,19 @@ class Plan:
     def state_shardings(self) -> TrainState:
         """A `TrainState` of `NamedSharding`; fits ``jax.device_put`` and ``out_shardings``."""
         return self._state(
-            lambda leaf: self._sharding(leaf.spec(self.partitioned_axes)), self.replicated, self.replicated
+            lambda leaf: self._sharding(leaf.spec(self.partitioned_axes)), lambda scalar: self.replicated
         )
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """A `TrainState` of `jax.ShapeDtypeStruct` with shardings: for lowering a step without any array."""
 
-        def abstract(shape, dtype, sharding):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        def abstract(leaf, sharding):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
         return self._state(
-            lambda leaf: abstract(leaf.shape, leaf.dtype, self._sharding(leaf.spec(self.partitioned_axes))),
-            abstract((), jnp.int32, self.replicated),
-            abstract((), key.dtype, self.replicated),
+            lambda leaf: abstract(leaf, self._sharding(leaf.spec(self.partitioned_axes))),
+            lambda scalar: abstract(scalar, self.replicated),
         )
 
     @property
@@ -209,8 +207,7 @@ class Plan:
         """Bytes of the state at rest on each device: all of it, or of its part ``"params"``, ``"opt_state"``, ..."""
         if part is not None:
             return sum(map(self._bytes, getattr(self, part)))
-        state = self.abstract_state
-        own = state.step.dtype.itemsize + state.rng.dtype.itemsize
+        own = sum(scalar.dtype.itemsize for scalar in jax.tree.leaves(self._scalars))
         return own + sum(map(self._bytes, (*self.params, *self.opt_state, *self.model_state)))
 
     def __str__(self) -> str:
@@ -219,10 +216,21 @@ class Plan:
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def _state(self, of_leaf: Callable[[Leaf], Any], step: Any, rng: Any) -> TrainState:
+    @property
+    def _scalars(self) -> tuple[Any, Any, Any]:
+        """Shapes of the state's step, key and loss scale."""
+        scaling = self.config.scaling
+
+        def make():
+            return jnp.int32(0), jax.random.key(0), scaling and first_scale(scaling)
+
+        return jax.eval_shape(make)
+
+    def _state(self, of_leaf: Callable[[Leaf], Any], of_scalar: Callable[[Any], Any]) -> TrainState:
         parts = (self.params, self.opt_state, self.model_state)
         trees = [treedef.unflatten(map(of_leaf, leaves)) for treedef, leaves in zip(self.treedefs, parts, strict=True)]
-        return TrainState(step, trees[0], trees[1], rng, trees[2])
+        step, rng, scale = jax.tree.map(of_scalar, self._scalars)
+        return TrainState(step, trees[0], trees[1], rng, trees[2], scale)
 
     def _bytes(self, leaf: Leaf) -> int:
         spec = leaf.spec(self.partitioned_axes)
@@ -581,7 +589,7 @@ def _describe(plan: Plan) -> str:
         f"ZeRO stage {plan.config.stage}, {tables.count(plan.devices, 'device')} ({axes}); parameters "
         f"{precision.param_dtype}, computed in {precision.compute_dtype}, "
         f"{f'gathered in {precision.gather_dtype}, ' if precision.gather_dtype else ''}"
-        f"gradients reduced in {precision.reduce_dtype}"
+        f"gradients reduced in {precision.reduce_dtype}{_scaling(plan.config)}"
     )
     shown = [*plan.params, *(leaf for leaf in plan.opt_state if not leaf.follows), *plan.model_state]
     rows = [_row(plan, leaf) for leaf in shown]
@@ -589,6 +597,13 @@ def _describe(plan: Plan) -> str:
     followers = sum(1 for leaf in plan.opt_state if leaf.follows)
     follow = f"{followers} arrays of the optimizer are placed like the parameters that they follow."
     return f"{table}\n{follow}\n{_totals(plan)}"
+
+
+def _scaling(config: ZeroConfig) -> str:
+    if config.scaling is None:
+        return ""
+    scaled = "" if config.loss_scale is None else f", loss scaled by {config.scaling.initial:g} at first"
+    return f"{scaled}, steps skipped whose gradient is not finite"
 
 
 def _row(plan: Plan, leaf: Leaf) -> tuple[str, ...]:

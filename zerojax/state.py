@@ -13,7 +13,7 @@ from jax import lax
 from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.plan import Plan, born, mesh_context
-from zerojax.precision import at_rest
+from zerojax.precision import at_rest, first_scale
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
 
@@ -59,8 +59,8 @@ def init_state(
             model_state = jax.jit(lambda key: init(key).model_state, out_shardings=shardings.model_state)(key)
             variables = Variables(_place_params(params, plan), model_state)
         opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(plan.optimized(variables.params))
-        step, rng = jax.jit(lambda key: (jnp.int32(0), _train_key(key)), out_shardings=plan.replicated)(key)
-    return TrainState(step, variables.params, opt_state, rng, variables.model_state)
+        step, rng, scale = jax.jit(lambda key: _scalars(key, plan), out_shardings=plan.replicated)(key)
+    return TrainState(step, variables.params, opt_state, rng, variables.model_state, scale)
 
 
 def gather_params(params: Tree, plan: Plan) -> Tree:
@@ -92,6 +92,13 @@ def check_state(state: Any, plan: Plan):
     """Raise a ``ValueError`` unless ``state`` is alive and placed as the plan says."""
     if not isinstance(state, TrainState):
         raise ValueError(f"state must be a zerojax.TrainState, not {type(state).__name__}; make it with init_state")
+    if (state.loss_scale is None) != (plan.config.scaling is None):
+        has, lacks, scale = ("the plan scales the loss or skips steps", "the state was made without",
+                             "zerojax.precision.first_scale(plan.config.scaling)")  # fmt: skip
+        if plan.config.scaling is None:
+            has, lacks, scale = "the state has a loss_scale", "the plan's config has none", "None"
+        raise ValueError(f"{has}, {lacks}; to go on, move dataclasses.replace(state, loss_scale={scale}) there with "
+                         "jax.device_put(..., plan.state_shardings)")  # fmt: skip
     _check_arrays(state, plan.state_shardings, plan.abstract_state, "state")
 
 
@@ -99,11 +106,28 @@ def evaluated(state: Any, plan: Plan) -> TrainState:
     """What evaluation reads of a state, checked: a `TrainState`, or any object with ``params``, such as Flax's."""
     if isinstance(state, TrainState) or not hasattr(state, "params"):
         check_state(state, plan)
-        return dataclasses.replace(state, opt_state=None)
+        return dataclasses.replace(state, opt_state=None, loss_scale=None)
     model_state, placed, planned = getattr(state, "model_state", None), plan.state_shardings, plan.abstract_state
     _check_arrays(state.params, placed.params, planned.params, "state.params")
     _check_arrays(model_state, placed.model_state, planned.model_state, "state.model_state")
     return TrainState(None, state.params, None, None, model_state)
+
+
+def check_own_update(plan: Plan, name: str):
+    """Raise a ``ValueError`` if the plan wants more of the update than a user's own loop would do."""
+    config = plan.config
+    asked = {
+        "loss_scale": config.loss_scale is not None,
+        "skip_nonfinite": config.skip_nonfinite,
+        "rounding='stochastic'": config.precision.rounding != "nearest",
+    }
+    found = [option for option, given in asked.items() if given]
+    if found:
+        raise ValueError(
+            f"{name} leaves the update to you, but the plan's config has {', '.join(found)}, which is part of the "
+            "update: use zerojax.make_train_step and zerojax.init_state, or make a plan without and do it yourself "
+            "(scale the loss, divide the gradients, keep the old state where they are not finite), or compute in bf16"
+        )
 
 
 def check_params(params: Tree, plan: Plan):
@@ -188,6 +212,12 @@ def _own_copy(f: Callable) -> Callable:
     """``f`` with a buffer of its own for every output: some optimizers return their very inputs, and donation would
     then take the same buffer twice."""
     return lambda *args: jax.tree.map(jnp.copy, f(*args))
+
+
+def _scalars(key: Any, plan: Plan) -> tuple[Any, Any, Any]:
+    """The state's step, key and loss scale."""
+    scaling = plan.config.scaling
+    return jnp.int32(0), _train_key(key), scaling and first_scale(scaling)
 
 
 def _train_key(key: Any) -> Any:

@@ -5,7 +5,9 @@ weigh. The lower half, the optimizer, sees global arrays under ``jit``, so that 
 are those of whole parameters.
 """
 
+import dataclasses
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,20 +20,26 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax import collectives, tables, units
-from zerojax.contracts import Loss, TrainState, Tree
+from zerojax.config import LossScale
+from zerojax.contracts import Loss, ScaleState, TrainState, Tree
 from zerojax.passes import Traffic
 from zerojax.plan import Leaf, Plan, mesh_context
 from zerojax.precision import (
+    all_finite,
+    cast,
     cast_like,
     floating,
     gradient_dtype,
     merge,
+    next_scale,
+    round_stochastically,
     rounded,
     with_overwritten,
     without_overwritten,
 )
 from zerojax.state import (
     check_batch,
+    check_own_update,
     check_params,
     check_state,
     check_transform,
@@ -39,6 +47,9 @@ from zerojax.state import (
     place_batch,
     place_rows,
 )
+
+_LATE = 8  # steps after which it is looked at whether training is stuck: by then the numbers are there
+_ROUNDING_STREAM = 0xB17  # sets the keys of stochastic rounding apart from those of the micro-batches
 
 
 @dataclass(frozen=True)
@@ -67,24 +78,56 @@ class Step:
       plan: what the state must fit.
       micro_batches: into how many parts each device's rows are divided.
       jitted: the function under ``jax.jit``.
+      watch: raises if training is stuck.
     """
 
     plan: Plan
     micro_batches: int
     jitted: Any
+    watch: "_Watch | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     def __call__(self, state: TrainState, batch: Tree) -> Any:
         check_state(state, self.plan)
         batch = place_batch(batch, self.plan)
         check_batch(batch, self.plan, micro_batches=self.micro_batches)
+        if self.watch:
+            self.watch.check()
         with mesh_context(self.plan.mesh):
-            return self.jitted(state, batch)
+            made = self.jitted(state, batch)
+        if self.watch:
+            self.watch.add(made[1]["stuck"])
+        return made
 
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes (``plan.abstract_state``, `jax.ShapeDtypeStruct`)."""
         check_batch(batch, self.plan, micro_batches=self.micro_batches)
         with mesh_context(self.plan.mesh):
             return self.jitted.lower(state, batch)
+
+
+class _Watch:
+    """Raises if training is stuck; looks at the counts of some steps ago, so that the host waits for no running step.
+
+    Always as many steps ago, so that all processes raise at the same call.
+    """
+
+    def __init__(self, config: LossScale):
+        self._patience, self._counts = config.patience, deque[jax.Array]()
+
+    def add(self, count: jax.Array):
+        count.copy_to_host_async()
+        self._counts.append(count)
+
+    def check(self):
+        if len(self._counts) < _LATE or (count := int(self._counts.popleft())) < self._patience:
+            return
+        self._counts.clear()
+        raise FloatingPointError(
+            f"{count} steps in a row had gradients that are not finite, with a loss scale that cannot be lowered: "
+            "nothing was learned in them, and the state is as it was before. Look for the infinity or NaN in the loss, "
+            "the parameters or the batch (jax.debug_nans finds it), lower the learning rate, compute in bf16, or allow "
+            "more by LossScale(minimum=..., patience=...)"
+        )
 
 
 def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: Plan) -> Step:
@@ -102,11 +145,16 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
       ``step(state, batch) -> (state, metrics)``. The batch is a tree of arrays with rows in dim 0, on the host or
       placed by ``plan.batch_sharding``; micro-batch ``i`` of ``k`` holds the rows ``i, i + k, i + 2 k, ...``. Metrics:
       ``loss``; ``grad_norm`` of the whole mean gradient in float32, before ``tx``; ``step``, the updates made so far;
-      and the loss's own. They stay on the devices until they are read.
+      and the loss's own. They stay on the devices until they are read. Where the plan scales the loss or skips steps,
+      also ``loss_scale``, the one that this step used (``grad_norm`` is that of the gradient without it); ``skipped``,
+      whether the gradient was not finite, so that the state is the old one but for its loss scale; and ``stuck``, the
+      overflows in a row that no lower scale could help.
 
     Raises:
       ValueError: for a ``tx`` or a state that does not fit the plan, a state that was donated before, rows that do not
         divide, a loss that is no scalar; all before compilation.
+      FloatingPointError: from ``step``, if ``stuck`` reached ``patience`` 8 calls before. The state that it was given
+        stays usable.
 
     >>> from zerojax import init_state, make_plan
     >>> init_fn, tx = lambda key: {"w": jnp.zeros((8,))}, optax.sgd(0.5)
@@ -117,16 +165,19 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
     (1.0, 1)
     """
     check_transform(tx, plan)
-    gradient = _gradient(loss_fn, plan)
+    gradient, scaling = _gradient(loss_fn, plan), plan.config.scaling
 
     def train_step(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
-        loss, grads, model_state = gradient(state.params, batch, rng, state.model_state)
+        scale = state.loss_scale
+        loss, grads, model_state = gradient(state.params, batch, rng, state.model_state, scale and scale.scale)
         params, opt_state = _update(tx, grads, state, plan)
-        grad_norm = optax.tree.norm(without_overwritten(grads))
-        metrics = {"loss": loss.total, "grad_norm": grad_norm, "step": state.step + 1}
-        new = TrainState(state.step + 1, params, opt_state, state.rng, model_state)
-        return new, _add_metrics(metrics, loss.metrics)
+        new = TrainState(state.step + 1, params, opt_state, state.rng, model_state, state.loss_scale)
+        metrics = {"loss": loss.total, "grad_norm": optax.tree.norm(without_overwritten(grads))}
+        if scaling and scale:
+            new, judged = _unless_overflow(scaling, scale, new, state, grads)
+            metrics |= judged
+        return new, _add_metrics({**metrics, "step": new.step}, loss.metrics)
 
     placed = plan.state_shardings
     jitted = jax.jit(
@@ -136,7 +187,7 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         out_shardings=(placed, plan.replicated),
         compiler_options=plan.compiler_options,
     )
-    return Step(plan, plan.config.accumulate, jitted)
+    return Step(plan, plan.config.accumulate, jitted, _Watch(scaling) if scaling else None)
 
 
 @dataclass(frozen=True)
@@ -160,7 +211,7 @@ class EvalStep:
         """Lower the step for arrays or shapes, with rows that divide."""
         check_batch(batch, self.plan, micro_batches=1)
         with mesh_context(self.plan.mesh):
-            return self.jitted.lower(replace(state, opt_state=None), batch, None)
+            return self.jitted.lower(replace(state, opt_state=None, loss_scale=None), batch, None)
 
 
 def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
@@ -210,7 +261,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
         totals, weight = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
         return jax.tree.map(lambda total: _divide(total, weight), totals)
 
-    placed = (replace(plan.state_shardings, opt_state=None), plan.batch_sharding, plan.replicated)
+    placed = (replace(plan.state_shardings, opt_state=None, loss_scale=None), plan.batch_sharding, plan.replicated)
     return EvalStep(plan, jax.jit(eval_step, in_shardings=placed, out_shardings=plan.replicated))
 
 
@@ -229,7 +280,8 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
       step into ``rng`` yourself; micro-batch and device are folded here.
 
     Raises:
-      ValueError: as `make_train_step`, while tracing; also if another mesh than the plan's is active.
+      ValueError: as `make_train_step`, while tracing; also if another mesh than the plan's is active, or if the plan
+        scales the loss, skips steps or rounds stochastically, which is part of the update and so yours here.
 
     >>> from zerojax import make_plan
     >>> params, tx = {"w": jnp.ones((8,))}, optax.sgd(0.5)
@@ -239,6 +291,7 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
     >>> float(loss), tuple(grads["w"].sharding.spec)
     (8.0, ('data',))
     """
+    check_own_update(plan, "value_and_grad")
     gradient = _gradient(loss_fn, plan)
 
     def run(params, batch, rng=None, model_state=None):
@@ -246,7 +299,7 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
         check_batch(batch, plan, micro_batches=plan.config.accumulate)
         _check_key(rng)
         _check_context(plan)
-        loss, grads, model_state = gradient(params, batch, rng, model_state)
+        loss, grads, model_state = gradient(params, batch, rng, model_state, None)
         grads = cast_like(grads, plan.trained(params))
         if not has_aux:
             return loss.total, grads
@@ -292,23 +345,31 @@ def _off_axes(measure: Callable, plan: Plan) -> Callable:
 
 
 def _gradient(loss_fn: Callable, plan: Plan) -> Callable:
-    """``(params, batch, rng, model_state) -> (mean loss, mean gradient, new model state)`` on global arrays."""
+    """``(params, batch, rng, model_state, scale) -> (mean loss, mean gradient, new model state)`` on global arrays.
+
+    The gradient travels scaled and arrives unscaled; ``scale`` is a float32 scalar, or ``None``.
+    """
     objective = _objective(with_arguments(loss_fn), plan)
 
-    def local(params, batch, rng, model_state):
-        sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state)
+    def local(params, batch, rng, model_state, scale):
+        sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state, scale)
         loss = _global_mean(sums, plan)
         dtype = gradient_dtype(plan.config.precision)
+
+        def mean(grad):
+            sum_of_means = _divide(grad.astype(dtype), loss.weight)
+            return sum_of_means if scale is None else sum_of_means / scale.astype(dtype)
+
         pairs = zip(grads, _trained(plan.wire, plan), strict=True)
-        grads = [g if leaf.overwritten else _divide(g.astype(dtype), loss.weight) for g, leaf in pairs]
+        grads = [g if leaf.overwritten else mean(g) for g, leaf in pairs]
         return loss, grads, collectives.mean(model_state, plan.axes)
 
     grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
-    in_specs = (_param_specs(plan), plan.batch_sharding.spec, PartitionSpec(), PartitionSpec())
+    in_specs = (_param_specs(plan), plan.batch_sharding.spec, PartitionSpec(), PartitionSpec(), PartitionSpec())
     sharded = _on_devices(local, plan, in_specs, (PartitionSpec(), grad_specs, PartitionSpec()))
 
-    def run(params, batch, rng, model_state):
-        loss, grads, model_state = sharded(params, batch, rng, model_state)
+    def run(params, batch, rng, model_state, scale):
+        loss, grads, model_state = sharded(params, batch, rng, model_state, scale)
         return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), model_state
 
     return run
@@ -329,7 +390,7 @@ def _param_specs(plan: Plan) -> Tree:
     return plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
 
 
-def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss, list[jax.Array], Tree]:
+def _local_sums(objective, plan, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
     """This device's sums over its micro-batches, and the reduced sum of the gradients."""
     config = plan.config
     schedule, precision, count, remat = _SCHEDULES[config.stage], config.precision, config.accumulate, config.remat
@@ -366,7 +427,7 @@ def _local_sums(objective, plan, params, batch, rng, model_state) -> tuple[Loss,
     in_units = units.gradient(on_whole, held, plan.wire, traffic)
 
     def micro_batch(model_state, index, rows):
-        args = rows, _fold(rng, index, plan), model_state
+        args = rows, _fold(rng, index, plan), model_state, scale
         if every or remat is not None:
             (_, (loss, _)), grads = in_units(index, *args)
             grads = [zero if g is None else g for g, zero in zip(_trained(grads, plan), zeros, strict=True)]
@@ -461,11 +522,48 @@ def _divisor(weight: jax.Array) -> jax.Array:
 
 def _update(tx: optax.GradientTransformation, grads: Tree, state: TrainState, plan: Plan) -> tuple[Tree, Tree]:
     """Parameters and optimizer state after ``tx``, in the dtypes that they had."""
+    stochastic = plan.config.precision.rounding == "stochastic"
     seen = plan.optimized(state.params)
-    updates, opt_state = tx.update(without_overwritten(grads), state.opt_state, seen)
-    new = with_overwritten(optax.apply_updates(seen, updates), grads)
-    params = plan.with_trained(state.params, cast_like(new, plan.trained(state.params)))
-    return params, cast_like(opt_state, state.opt_state)
+    old = cast(seen, jnp.float32) if stochastic else seen
+    updates, opt_state = tx.update(without_overwritten(grads), state.opt_state, old)
+    new = with_overwritten(optax.apply_updates(old, updates), grads)
+    trained = plan.trained(state.params)
+    params = _rounded(new, trained, state, plan) if stochastic else cast_like(new, trained)
+    return plan.with_trained(state.params, params), cast_like(opt_state, state.opt_state)
+
+
+def _rounded(new: Tree, trained: Tree, state: TrainState, plan: Plan) -> Tree:
+    """Updated float32 parameters in the dtypes of the old ones; each with random bits of its own, shard by shard.
+
+    The generator is one whose bits do not depend on the mesh, whatever JAX's default is.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), _ROUNDING_STREAM)
+    key = jax.random.wrap_key_data(jax.random.bits(key, (2,), "uint32"), impl="threefry2x32")
+
+    def round_one(number, new, old, sharding):
+        if old.dtype.itemsize >= new.dtype.itemsize:
+            return new.astype(old.dtype)
+        bits = jax.random.bits(jax.random.fold_in(key, number), new.shape, "uint32")
+        return round_stochastically(new, old.dtype, lax.with_sharding_constraint(bits, sharding))
+
+    numbers = [number for number, leaf in enumerate(plan.params) if leaf.trained]
+    shardings = [jax.tree.leaves(plan.state_shardings.params)[number] for number in numbers]
+    leaves, treedef = jax.tree.flatten(new)
+    return treedef.unflatten(map(round_one, numbers, leaves, jax.tree.leaves(trained), shardings))
+
+
+def _unless_overflow(
+    config: LossScale, used: ScaleState, new: TrainState, old: TrainState, grads: Tree
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The new state, or if the gradient is not finite the old one; with the next loss scale, and metrics about it.
+
+    Chosen number by number: the compiler joins the choice with the update, in the donated memory of the old state.
+    """
+    finite = all_finite(jax.tree.leaves(grads))
+    scale = next_scale(config, used, finite)
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    metrics = {"loss_scale": used.scale, "skipped": ~finite, "stuck": scale.stuck}
+    return dataclasses.replace(kept, loss_scale=scale), metrics
 
 
 # ---- the contract of the loss ----
@@ -502,20 +600,23 @@ def with_arguments(fn: Callable) -> Callable:
 
 
 def _objective(call: Callable, plan: Plan) -> Callable:
-    """The loss as ``(params, batch, rng, model_state) -> (part of a mean to differentiate, (Loss, divisor))``.
+    """The loss as ``(params, batch, rng, model_state, scale) -> (part of a mean to differentiate, (Loss, divisor))``.
 
-    The local mean, not the sum: the gradient of a sum over many rows overflows float16. Where largest gradients are
-    noted (fp8), the part of the mean over all rows of the step, so that they are those of the whole batch.
+    The local mean, not the sum: the gradient of a sum over many rows overflows float16. It is scaled, in float32; the
+    `Loss` is not. Where largest gradients are noted (fp8), the part of the mean over all rows of the step, so that they
+    are those of the whole batch.
     """
     overwrites = any(leaf.overwritten for leaf in plan.wire)
 
-    def objective(params, batch, rng, model_state):
+    def objective(params, batch, rng, model_state, scale):
         value = call(params, batch, rng, model_state)
         loss = _as_loss(value, "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
         weight = lax.stop_gradient(loss.weight)
         divisor = _divisor(_weight_of_step(value, weight, plan) if overwrites else weight)
-        return loss.total / divisor, (Loss(loss.total, weight, loss.metrics, new), divisor)
+        mean = loss.total / divisor
+        scaled = mean if scale is None else mean * scale.astype(mean.dtype)
+        return scaled, (Loss(loss.total, weight, loss.metrics, new), divisor)
 
     return objective
 

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 ORDER = [  # a module imports only modules that stand before it
-    *("tables", "contracts", "config", "hlo", "accounting", "precision", "compilers", "plan"),
+    *("tables", "contracts", "config", "hlo", "accounting", "precision", "compilers", "plan", "optimizer"),
     *("collectives", "jaxprs", "cutting", "passes", "loops", "units", "explanation"),
     *("state", "step", "targets"),
     *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),

@@ -19,7 +19,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, tables, units
+from zerojax import collectives, optimizer, tables, units
 from zerojax.config import LossScale
 from zerojax.contracts import Loss, ScaleState, TrainState, Tree
 from zerojax.passes import Traffic
@@ -138,7 +138,8 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         trailing arguments may be left out. It sees whole parameters in ``compute_dtype`` and one device's rows of one
         micro-batch, and returns the mean over those rows, or a `Loss`. The shard axes are named axes inside it
         (``nn.BatchNorm(axis_name="data")``). ``rng`` differs by step, micro-batch and device.
-      tx: the transformation that the plan was made for. It sees the mean gradient in float32.
+      tx: the transformation that the plan was made for. It sees the mean gradient in float32, and gets ``value``, the
+        mean loss, and ``grad`` as extra arguments if it takes such (`optax.GradientTransformationExtraArgs`).
       plan: from `make_plan`.
 
     Returns:
@@ -151,8 +152,9 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
       overflows in a row that no lower scale could help.
 
     Raises:
-      ValueError: for a ``tx`` or a state that does not fit the plan, a state that was donated before, rows that do not
-        divide, a loss that is no scalar; all before compilation.
+      ValueError: for a ``tx`` that asks for more than that (a line search, gradients of single rows); for a ``tx`` or
+        a state that does not fit the plan, a state that was donated before, rows that do not divide, a loss that is no
+        scalar; all before compilation.
       FloatingPointError: from ``step``, if ``stuck`` reached ``patience`` 8 calls before. The state that it was given
         stays usable.
 
@@ -165,13 +167,14 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
     (1.0, 1)
     """
     check_transform(tx, plan)
+    optimizer.check_update(tx, plan)
     gradient, scaling = _gradient(loss_fn, plan), plan.config.scaling
 
     def train_step(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
         scale = state.loss_scale
         loss, grads, model_state = gradient(state.params, batch, rng, state.model_state, scale and scale.scale)
-        params, opt_state = _update(tx, grads, state, plan)
+        params, opt_state = _update(tx, grads, loss.total, state, plan)
         new = TrainState(state.step + 1, params, opt_state, state.rng, model_state, state.loss_scale)
         metrics = {"loss": loss.total, "grad_norm": optax.tree.norm(without_overwritten(grads))}
         if scaling and scale:
@@ -520,12 +523,12 @@ def _divisor(weight: jax.Array) -> jax.Array:
 # ---- the lower half: on global arrays ----
 
 
-def _update(tx: optax.GradientTransformation, grads: Tree, state: TrainState, plan: Plan) -> tuple[Tree, Tree]:
+def _update(tx: optax.GradientTransformation, grads: Tree, loss: jax.Array, state: TrainState, plan: Plan) -> tuple[Tree, Tree]:
     """Parameters and optimizer state after ``tx``, in the dtypes that they had."""
     stochastic = plan.config.precision.rounding == "stochastic"
     seen = plan.optimized(state.params)
     old = cast(seen, jnp.float32) if stochastic else seen
-    updates, opt_state = tx.update(without_overwritten(grads), state.opt_state, old)
+    updates, opt_state = optimizer.update(tx, without_overwritten(grads), state.opt_state, old, loss)
     new = with_overwritten(optax.apply_updates(old, updates), grads)
     trained = plan.trained(state.params)
     params = _rounded(new, trained, state, plan) if stochastic else cast_like(new, trained)

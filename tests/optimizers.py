@@ -15,8 +15,9 @@ from zerojax import optimizer
 
 # Float32 sums in another order (the mean over rows, norms over shards) differ by some 1e-7 of their size.
 SUMS = 1e-5
-# Newton-Schulz multiplies the rounding of the small singular values; adaptive step sizes divide by small moments.
-ITERATED = 5e-5
+# Five Newton-Schulz iterations enlarge the rounding of small singular values 3.4445**5 = 485 times; L-BFGS divides by
+# products of small differences.
+ITERATED = 1e-4
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "contrib.sophia": (lambda: contrib.sophia(0.01), "obj_fn"),
     "scale_by_distance_over_gradients": (lambda: then(optax.scale_by_distance_over_gradients()), "another shape"),
 }  # fmt: skip
+
+REASONS = {
+    "value_fn": "a line search evaluates the loss again within the update (`value_fn`); `linesearch=None` is served",
+    "obj_fn": "an estimate of the Hessian evaluates the loss again (`obj_fn`); an estimate from gradients is served",
+    "grad_fn": "it evaluates the gradient again (`grad_fn`, `opaque_mode=True`); its default mode is served",
+    "batch dimension": "it needs the gradient of every row, of which a step has only the mean",
+    "another tree structure": "its state grows with the first update; let `init` make what `update` returns",
+    "another shape": "it gives a scalar parameter the shape (1,), as in plain optax; mask scalars",
+}
 
 # Tested by itself: it takes parameters of its own form.
 APART = {"lookahead"}

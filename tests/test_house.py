@@ -24,7 +24,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 ORDER = [  # a module imports only modules that stand before it
     *("tables", "contracts", "config", "hlo", "accounting", "precision", "compilers", "plan", "optimizer"),
     *("collectives", "jaxprs", "cutting", "passes", "loops", "units", "explanation"),
-    *("state", "step", "targets"),
+    *("state", "step", "equality", "targets"),
     *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),
 ]
 ONLY = {"accounting": {"tables", "hlo"}, "hlo": set()}  # less than the order would allow

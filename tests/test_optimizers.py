@@ -4,16 +4,19 @@ The library has no code for any of them: they see global arrays. So one table co
 public names has to be added there.
 """
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optimizers
 import pytest
+from jax.sharding import PartitionSpec as P
 from reference import make_mesh
 
 import zerojax
-from zerojax import optimizer
 
 STEPS = 4
 NAMES = list(optimizers.available(optimizers.TABLE))
@@ -24,6 +27,12 @@ def test_the_table_is_complete():
     others = {name for names in optimizers.NO_TRANSFORMATION.values() for name in names}
     known = {*optimizers.TABLE, *optimizers.REFUSED, *optimizers.APART, *others}
     assert sorted(set(optimizers.exported()) - known) == []
+
+
+def test_the_page_lists_the_table():
+    text = (Path(__file__).parent.parent / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
+    assert listed == {*optimizers.TABLE, *optimizers.REFUSED}
 
 
 def twin(tx, params):
@@ -112,3 +121,56 @@ def test_what_a_step_cannot_serve_is_refused(name):
     plan = zerojax.make_plan(lambda key: params, make(), make_mesh(), zerojax.ZeroConfig(allow_whole=True))
     with pytest.raises(ValueError, match=words):
         zerojax.make_train_step(optimizers.loss_fn, make(), plan)
+
+
+# ---- the check for a user's own ----
+
+PLAN = {
+    "auto": lambda: zerojax.make_plan(big, optax.sgd(0.1), make_mesh(), zerojax.ZeroConfig(stage=2)),
+    "grid": lambda: zerojax.make_plan(
+        big, optax.sgd(0.1), jax.make_mesh((4, 2), ("data", "tensor")), zerojax.ZeroConfig(overrides={"layers/w": 0}),
+        base_specs={"layers": {"w": P(None, None, "tensor"), "b": None}, "embed": P("tensor", None), "count": None},
+    ),
+}  # fmt: skip
+
+
+def big(key):
+    layers = {"w": jax.random.normal(key, (16, 300, 600)), "b": jnp.zeros((16, 600))}
+    return {"layers": layers, "embed": jnp.ones((4000, 304)), "count": jnp.int32(3)}
+
+
+def local_norm(grads, params):
+    """Wrong: as carried over from code that sees shards, each divides by the norm of its own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = P(None, "data")
+    divide = jax.shard_map(lambda g: g / jnp.linalg.norm(g), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return {**grads, "embed": divide(grads["embed"])}
+
+
+@pytest.mark.parametrize("kind", list(PLAN))
+def test_a_right_transformation_passes_the_check(kind):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2), optax.add_decayed_weights(1e-4, by_path))
+    found = zerojax.check_optimizer(tx, PLAN[kind](), steps=3)
+    assert 0 < max(difference.error for difference in found.differences) < 1e-5
+    assert {d.path for d in found.differences} >= {"losses", "params/layers/w", "params/layers/b", "params/embed"}
+    assert "largest difference" in str(found)
+
+
+def by_path(params):
+    return jax.tree.map_with_path(lambda keys, p: keys[-1].key == "w", params)
+
+
+def test_the_check_names_what_differs():
+    tx = optax.chain(optax.stateless(local_norm), optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"params/embed by .*\n(.*\n)*.*one device") as error:
+        zerojax.check_optimizer(tx, PLAN["auto"]())
+    assert "trace/embed" in str(error.value)
+    assert "layers/w by" not in str(error.value)
+
+
+def test_the_check_needs_devices_and_what_a_step_can_serve():
+    abstract = zerojax.make_plan(big, optax.sgd(0.1), jax.sharding.AbstractMesh((8,), ("data",)))
+    with pytest.raises(ValueError, match="no devices"):
+        zerojax.check_optimizer(optax.sgd(0.1), abstract)
+    with pytest.raises(ValueError, match="value_fn"):
+        zerojax.check_optimizer(optax.lbfgs(), PLAN["auto"](), steps=1)

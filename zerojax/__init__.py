@@ -11,6 +11,7 @@ __all__ = [
     "TrainState",
     "Variables",
     "ZeroConfig",
+    "check_optimizer",
     "explain",
     "gather_params",
     "init_state",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from zerojax.accounting import report
     from zerojax.config import LossScale, Precision, ZeroConfig
     from zerojax.contracts import Loss, TrainState, Variables
+    from zerojax.equality import check_optimizer
     from zerojax.explanation import explain
     from zerojax.plan import Plan, make_plan
     from zerojax.state import gather_params, init_state
@@ -36,6 +38,7 @@ else:  # on first use: JAX takes a second to import, for which the command's hel
         "accounting": ["report"],
         "config": ["LossScale", "Precision", "ZeroConfig"],
         "contracts": ["Loss", "TrainState", "Variables"],
+        "equality": ["check_optimizer"],
         "explanation": ["explain"],
         "plan": ["Plan", "make_plan"],
         "state": ["gather_params", "init_state"],

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from zerojax.contracts import Tree
@@ -27,17 +26,20 @@ def update(
       tx: one that takes extra arguments (`optax.GradientTransformationExtraArgs`, `optax.MultiSteps`) or none.
       value: the mean loss over the whole batch, a scalar: what Polyak's step size or a plateau is measured by.
 
+    >>> import jax.numpy as jnp
     >>> tx = optax.polyak_sgd(max_learning_rate=10.0)
     >>> grads, params = {"w": jnp.array([2.0, 1.0])}, {"w": jnp.ones(2)}
     >>> update(tx, grads, tx.init(params), params, value=jnp.float32(5.0))[0]["w"].tolist()
     [-2.0, -1.0]
     """
+    grads = grads.fast if isinstance(params, optax.LookaheadParams) else grads  # that is what optax.lookahead takes
+    ask: Any = tx.update
     try:
-        return tx.update(grads, opt_state, params, value=value, grad=grads)
+        return ask(grads, opt_state, params, value=value, grad=grads)
     except TypeError as error:  # asked like this, as the type does not tell: optax.contrib.sam says that it takes them
         if "unexpected keyword argument" not in str(error):
             raise
-    return tx.update(grads, opt_state, params)
+    return ask(grads, opt_state, params)
 
 
 def check_update(tx: optax.GradientTransformation, plan: Plan):
@@ -47,7 +49,8 @@ def check_update(tx: optax.GradientTransformation, plan: Plan):
       ValueError: if it asks for other arguments, or returns updates or a state of other shapes than it was given.
 
     >>> from zerojax import make_plan
-    >>> plan = make_plan(lambda key: {"w": jnp.zeros(8)}, optax.adam(1.0), jax.make_mesh((8,), ("data",)))
+    >>> init_fn = lambda key: {"w": jax.random.normal(key, (8,))}
+    >>> plan = make_plan(init_fn, optax.adam(1.0), jax.make_mesh((8,), ("data",)))
     >>> check_update(optax.adam(0.1), plan)
     """
     params = floating(plan.abstract_state.params)
@@ -65,9 +68,12 @@ def check_update(tx: optax.GradientTransformation, plan: Plan):
 
 def _check_shapes(what: str, new: Tree, old: Tree):
     if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(f"tx.update returns {what} of another tree structure than it was given: "
-                         f"{jax.tree.structure(new)} for {jax.tree.structure(old)}")  # fmt: skip
+        raise ValueError(
+            f"tx.update returns {what} of another tree structure than it was given: {jax.tree.structure(new)} for "
+            f"{jax.tree.structure(old)}; let tx.init make what tx.update returns"
+        )
     for (keys, ours), given in zip(jax.tree.leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if ours.shape != given.shape:
-            raise ValueError(f"tx.update returns {what} of another shape than it was given: {jax.tree_util.keystr(keys)} "
-                             f"is {list(ours.shape)}, not {list(given.shape)}. For {_HANDED}")  # fmt: skip
+            name = jax.tree_util.keystr(keys)
+            raise ValueError(f"tx.update returns {what} of another shape than it was given: {name} is "
+                             f"{list(ours.shape)}, not {list(given.shape)}. For {_HANDED}")  # fmt: skip

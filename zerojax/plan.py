@@ -327,9 +327,8 @@ def _place(path: str, leaf: Any, base: tuple, stacked: bool, devices: int, confi
         raise ValueError(f"{path}: complex parameters are not supported; keep real and imaginary part as two leaves")
     if devices == 1:
         return _whole_leaf(path, leaf, "one device", base)
-    if not is_floating(leaf):
-        small = math.prod(leaf.shape) < max(devices, config.keep_whole_below)
-        return _whole_leaf(path, leaf, f"not trained ({leaf.dtype})", base, unwanted=not small)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return _whole_leaf(path, leaf, f"random keys ({leaf.dtype})", base)
     if math.prod(leaf.shape) < max(devices, config.keep_whole_below):
         return _whole_leaf(path, leaf, f"small ({math.prod(leaf.shape)} elements)", base)
     dim = _choose_dim(leaf.shape, base, stacked, devices)
@@ -365,6 +364,9 @@ def _placed(path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | Abstrac
         if dim is not None:
             raise ValueError(f"{path} is overwritten by its gradient and stays whole; ask for no dim of it")
         return _whole_leaf(path, leaf, "overwritten by its gradient", base)
+    if dim is None and devices > 1 and not is_floating(leaf):
+        small = math.prod(leaf.shape) < max(devices, config.keep_whole_below)
+        return _whole_leaf(path, leaf, f"not trained ({leaf.dtype})", base, unwanted=not small)
     if dim is None:
         return _place(path, leaf, base, stacked, devices, config)
     _check_dim(path, leaf.shape, dim, base, devices)
@@ -419,7 +421,8 @@ def _with_trained(params: Tree, trained: Tree, leaves: Sequence[Leaf]) -> Tree:
 
 
 def _optimizer_leaves(opt_state, params, leaves, mesh, config) -> tuple[Leaf, ...]:
-    """A leaf whose path ends in a parameter's path and has its shape follows that parameter; others go by the rule."""
+    """A leaf whose path ends in a parameter's path and has its shape follows that parameter, also a stack of several
+    such (the memory of L-BFGS); others (factored moments, counters) go by the rule."""
     devices = math.prod(mesh.shape[axis] for axis in config.shard_axes)
     seen = without_overwritten(_trained(jax.tree.structure(params).unflatten(leaves), leaves))
     by_path = dict(jax.tree.leaves_with_path(seen))
@@ -431,9 +434,18 @@ def _optimizer_leaves(opt_state, params, leaves, mesh, config) -> tuple[Leaf, ..
             if owner and owner.shape == leaf.shape:
                 follows = owner.path or "params"
                 return dataclasses.replace(owner, path=path, dtype=leaf.dtype, follows=follows, compute_dtype=None)
+            if owner and owner.dim is not None and owner.shape == leaf.shape[-len(owner.shape) :]:
+                return _stack_of(owner, path, leaf)
         return _place(path, leaf, (None,) * leaf.ndim, False, devices, config)
 
     return tuple(place(keys, leaf) for keys, leaf in jax.tree.leaves_with_path(opt_state))
+
+
+def _stack_of(owner: Leaf, path: str, leaf: Any) -> Leaf:
+    """Of several arrays like a partitioned parameter, stacked in front."""
+    more, follows = len(leaf.shape) - len(owner.shape), owner.path or "params"
+    base, dim = (None,) * more + owner.base, (owner.dim or 0) + more
+    return Leaf(path, leaf.shape, leaf.dtype, base, dim, owner.why, follows=follows)
 
 
 def _whole_leaf(path: str, leaf: Any, why: str, base: tuple | None = None, unwanted: bool = False) -> Leaf:

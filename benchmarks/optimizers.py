@@ -1,0 +1,179 @@
+"""Every optimizer of optax, partitioned, beside itself on one device; and what its half of the step sends.
+
+    python benchmarks/optimizers.py --markdown > docs/optimizers.md
+
+It takes some minutes on two cores. The transformations, with their arguments, are those of `tests/optimizers.py`.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from conftest import DEVICES  # noqa: E402, I001 (and what sets the devices, before JAX starts)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+import optimizers  # noqa: E402
+import test_optimizers  # noqa: E402
+import typer  # noqa: E402
+from optax import contrib  # noqa: E402
+
+import zerojax  # noqa: E402
+from zerojax import tables  # noqa: E402
+
+GROUP = 15  # trained side by side, in one program
+LARGE = {"matrix": (256, 512), "odd": (512, 128), "scalar": ()}
+LAYERS, WIDTH, HIDDEN = 8, 64, 256
+
+
+def differences(names: list[str]) -> dict[str, float]:
+    """The largest relative difference of any array of parameters or state, over stages 0 to 3."""
+    tx = optimizers.abreast({name: optimizers.TABLE[name].make() for name in names})
+    params, worst = optimizers.parameters(names), dict.fromkeys(names, 0.0)
+    right = jax.device_get(test_optimizers.twin(tx, params))
+    for stage in range(4):
+        _, state, _ = test_optimizers.partitioned(tx, params, stage)
+        for ours, theirs in ((state.params, right[0]), (state.opt_state, right[1])):
+            for path, error in test_optimizers.differences(jax.device_get(ours), theirs).items():
+                name = path.partition("/")[0]
+                worst[name] = max(worst[name], error)
+    return worst
+
+
+def sent(make, name: str) -> float:
+    """Bytes that a device sends in a step of stage 1, for `LARGE` parameters."""
+    tx = optimizers.abreast({name: make()})
+    plan = zerojax.make_plan(
+        lambda key: {name: {leaf: jnp.zeros(shape) for leaf, shape in LARGE.items()}},
+        tx,
+        jax.make_mesh((DEVICES,), ("data",)),
+        zerojax.ZeroConfig(stage=1),
+    )
+    step = zerojax.make_train_step(optimizers.loss_fn, tx, plan)
+    rows = jax.ShapeDtypeStruct((DEVICES, 2), "float32")
+    return zerojax.report(step, plan.abstract_state, rows).wire_bytes
+
+
+# ---- Muon on stacked layers ----
+
+
+def init_stacked(key):
+    def layer(key):
+        up, down = jax.random.split(key)
+        return {"up": jax.random.normal(up, (WIDTH, HIDDEN)), "down": jax.random.normal(down, (HIDDEN, WIDTH))}
+
+    return {"blocks": jax.lax.map(layer, jax.random.split(key, LAYERS))}
+
+
+def stacked_loss(params, x):
+    def block(x, layer):
+        return x + jax.nn.relu(x @ layer["up"]) @ layer["down"], None
+
+    return jnp.mean(jax.lax.scan(block, x, params["blocks"])[0] ** 2)
+
+
+def last_two(params):
+    return jax.tree.map(lambda p: contrib.MuonDimensionNumbers(p.ndim - 2, p.ndim - 1), params)
+
+
+def stacked() -> Iterable[tuple[str, ...]]:
+    """Sent per step, and the step's temporaries, for SGD and Muon; partitioned by the rule and along the layers."""
+    makers = {"SGD": optax.sgd(0.1), "Muon": contrib.muon(0.02, muon_weight_dimension_numbers=last_two)}
+    for where, overrides in (("within the layers", {}), ("along the layers", {"blocks/*": 0})):
+        for stage in (1, 2, 3):
+            config = zerojax.ZeroConfig(stage=stage, overrides=overrides)
+            cells = []
+            for tx in makers.values():
+                plan = zerojax.make_plan(init_stacked, tx, jax.make_mesh((DEVICES,), ("data",)), config)
+                step = zerojax.make_train_step(stacked_loss, tx, plan)
+                rows = jax.ShapeDtypeStruct((32, WIDTH), "float32")
+                report = zerojax.report(step, plan.abstract_state, rows)
+                cells += [tables.size(report.wire_bytes), tables.size(report.memory.temp)]
+            yield where, str(stage), *cells
+
+
+# ---- the page ----
+
+HEAD = ("transformation", "stages", "largest difference", "sent beyond the stage's own")
+STACKED = ("partitioned", "stage", "SGD sends", "temporaries", "Muon sends", "temporaries")
+
+
+def rows() -> Iterable[tuple[str, ...]]:
+    names = list(optimizers.available(optimizers.TABLE))
+    own = sent(lambda: optax.sgd(0.1), "sgd")
+    for start in range(0, len(names), GROUP):
+        group = names[start : start + GROUP]
+        for name, error in differences(group).items():
+            more = sent(optimizers.TABLE[name].make, name) - own
+            yield f"`{name}`", "0, 1, 2, 3", f"{error:.0e}", f"{tables.size(more)} ({more / own:.1%})"
+            print(name, file=sys.stderr)
+
+
+def refused() -> Iterable[tuple[str, ...]]:
+    for name, (_, words) in optimizers.available(optimizers.REFUSED).items():
+        yield f"`{name}`", optimizers.REASONS[words]
+
+
+def table(head: tuple[str, ...], cells: Iterable[tuple[str, ...]], markdown: bool) -> str:
+    if not markdown:
+        return tables.render(head, cells)
+    lines = [head, ("---",) * len(head), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def page(markdown: bool) -> str:
+    size = tables.size(4 * sum(int(jnp.prod(jnp.array(shape))) for shape in LARGE.values()))
+    return f"""# Optimizers
+
+Made by `python benchmarks/optimizers.py --markdown > docs/optimizers.md` with jax {jax.__version__}, optax
+{optax.__version__}, on {DEVICES} simulated CPU devices.
+
+The optimizer's half of a step sees global arrays, so the library has no code for any optimizer, and what optax
+computes on one device is what it computes here. Every optimizer and transformation that optax exports is trained for
+{test_optimizers.STEPS} steps at stages 0 to 3, on arrays that the devices divide and on others, and compared with
+plain optax on one device: *largest difference* is that of any number of the parameters or the state, in parts of the
+largest number of its array. The arguments are those in `tests/optimizers.py`; that the differences stay within its
+tolerances is a test. *Sent beyond the stage's own* is what a device sends in a step of stage 1 more than with
+`optax.sgd`, for {size} of parameters in two matrices: nothing for what works on each number by itself; a few numbers
+for norms; rows and columns for factored moments; and much for products and decompositions of whole matrices.
+
+For your own transformation `zerojax.check_optimizer(tx, plan)` does the like.
+
+{table(HEAD, rows(), markdown)}
+
+Around others, `MultiSteps` and the like are measured with a simple optimizer inside. `lookahead` trains
+`optax.LookaheadParams.init_synced(params)`, as in optax; your loss reads `params.fast`.
+
+## What a step hands over
+
+The mean gradient in float32, the state, the parameters; and as extra arguments `value`, the mean loss of the whole
+batch, and `grad`. What needs more is refused by `make_train_step`, before compilation:
+
+{table(("transformation", "why"), refused(), markdown)}
+
+## Muon on stacked layers
+
+Muon multiplies whole matrices. Partitioned within the layers, as the rule has it, the compiler sums partial products
+over the devices. Partitioned along the layers (`ZeroConfig(overrides={{"blocks/*": 0}})`, if the number of devices
+divides that of the layers), each device has the whole matrices of some layers, and Muon sends nothing. Stacks need
+`muon_weight_dimension_numbers`. At stages 1 and 2 that costs nothing else. At stage 3 it does: a scan cannot gather a
+layer at a time when the layers themselves lie on different devices, so the whole stack is gathered once, and kept for
+backward, as at stage 2. {LAYERS} layers of {WIDTH} x {HIDDEN} and back, by the compiled step:
+
+{table(STACKED, stacked(), markdown)}
+"""
+
+
+def main(markdown: bool = False):
+    """Print the page; with ``--markdown`` as it stands in docs/."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    print(page(markdown), end="")
+
+
+if __name__ == "__main__":
+    typer.run(main)

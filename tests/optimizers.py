@@ -76,7 +76,7 @@ def settled(tx):
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
-FROZEN = {"selective_transform": {"matrix": False, "odd": True, "scalar": True}}
+NONE_FROZEN = {"selective_transform": False}  # a tree: a function would be taken for true
 WARMUP = optax.warmup_cosine_decay_schedule(0.0, 0.02, 2, 6)
 
 TABLE: dict[str, Entry] = {
@@ -220,7 +220,7 @@ TABLE: dict[str, Entry] = {
     "partition": Entry(
         lambda: optax.partition({"matrix": contrib.muon(0.02), "other": optax.adam(0.01)}, labels), ITERATED
     ),
-    "selective_transform": Entry(lambda: optax.selective_transform(optax.adam(0.01), freeze_mask=FROZEN)),
+    "selective_transform": Entry(lambda: optax.selective_transform(optax.adam(0.01), freeze_mask=NONE_FROZEN)),
     "with_extra_args_support": Entry(lambda: optax.with_extra_args_support(optax.adam(0.01))),
 }
 
@@ -296,10 +296,10 @@ SHAPES = {"matrix": (8, 16), "odd": (5, 3), "scalar": ()}
 ROWS = 16
 
 
-def parameters(names) -> dict:
+def parameters(names, leaves=tuple(SHAPES)) -> dict:
     """The same for each name; matrices of full rank."""
     rng = np.random.default_rng(0)
-    one = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    one = {leaf: jnp.asarray(rng.normal(size=SHAPES[leaf]), jnp.float32) for leaf in leaves}
     return {name: one for name in names}
 
 

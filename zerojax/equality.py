@@ -100,6 +100,7 @@ def check_optimizer(
     if not isinstance(plan.mesh, Mesh):
         raise ValueError("the plan's mesh has no devices, so nothing can be run on it; make the plan on a real mesh")
     small, params = _stand_in(tx, plan)
+    optimizer.check_update(tx, small)
     batches = [_rows(2 * plan.devices, step) for step in range(steps)]
     with jax.default_matmul_precision("highest"):  # lower ones round what partitioning leaves equal but for rounding
         right = _alone(tx, small, params, batches)

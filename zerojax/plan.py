@@ -546,6 +546,7 @@ def _base_list(params: Tree, base_specs: Tree, paths: list[str]) -> list[Any]:
         return [None] * len(paths)
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
     found = {_path(keys): spec for keys, spec in jax.tree.leaves_with_path(base_specs, is_leaf=is_spec)}
+    found = {path: spec for path, spec in found.items() if path in paths or spec is not None}  # params may hold None
     wrong = [path for path, spec in found.items() if not is_spec(spec)]
     if wrong or set(found) != set(paths):
         odd = wrong or sorted(set(found) ^ set(paths))

@@ -52,7 +52,7 @@ def sent(make, name: str) -> float:
         lambda key: {name: {leaf: jnp.zeros(shape) for leaf, shape in LARGE.items()}},
         tx,
         jax.make_mesh((DEVICES,), ("data",)),
-        zerojax.ZeroConfig(stage=1),
+        zerojax.ZeroConfig(stage=1, allow_whole=True),
     )
     step = zerojax.make_train_step(optimizers.loss_fn, tx, plan)
     rows = jax.ShapeDtypeStruct((DEVICES, 2), "float32")
@@ -142,6 +142,9 @@ tolerances is a test. *Sent beyond the stage's own* is what a device sends in a 
 `optax.sgd`, for {size} of parameters in two matrices: nothing for what works on each number by itself; a few numbers
 for norms; rows and columns for factored moments; and much for products and decompositions of whole matrices.
 
+`flatten` makes one long array of all parameters; where the devices do not divide its length, its state stays whole,
+which the plan refuses unless `allow_whole=True`.
+
 For your own transformation `zerojax.check_optimizer(tx, plan)` does the like.
 
 {table(HEAD, rows(), markdown)}
@@ -162,8 +165,8 @@ Muon multiplies whole matrices. Partitioned within the layers, as the rule has i
 over the devices. Partitioned along the layers (`ZeroConfig(overrides={{"blocks/*": 0}})`, if the number of devices
 divides that of the layers), each device has the whole matrices of some layers, and Muon sends nothing. Stacks need
 `muon_weight_dimension_numbers`. At stages 1 and 2 that costs nothing else. At stage 3 it does: a scan cannot gather a
-layer at a time when the layers themselves lie on different devices, so the whole stack is gathered once, and kept for
-backward, as at stage 2. {LAYERS} layers of {WIDTH} x {HIDDEN} and back, by the compiled step:
+layer at a time when the layers themselves lie on different devices, so the whole stack is gathered before the loop,
+and the memory is that of stage 2. {LAYERS} layers of {WIDTH} x {HIDDEN} and back, by the compiled step:
 
 {table(STACKED, stacked(), markdown)}
 """

@@ -79,8 +79,7 @@ def settled(tx):
 NONE_FROZEN = {"selective_transform": False}  # a tree: a function would be taken for true
 WARMUP = optax.warmup_cosine_decay_schedule(0.0, 0.02, 2, 6)
 
-TABLE: dict[str, Entry] = {
-    # ---- optimizers ----
+OPTIMIZERS: dict[str, Entry] = {
     "adabelief": Entry(lambda: optax.adabelief(0.01, eps=1e-6)),
     "adadelta": Entry(lambda: optax.adadelta(0.5)),
     "adafactor": Entry(lambda: optax.adafactor(0.02, min_dim_size_to_factor=4)),
@@ -132,7 +131,8 @@ TABLE: dict[str, Entry] = {
     "contrib.sophia": Entry(
         lambda: contrib.sophia(0.01, hessian_diagonal_fn=optax.stateless(square), update_interval=2)
     ),
-    # ---- directions ----
+}
+DIRECTIONS: dict[str, Entry] = {
     "centralize": Entry(lambda: then(optax.centralize())),
     "contrib.normalize": Entry(lambda: then(contrib.normalize())),
     "contrib.scale_by_acprop": Entry(lambda: then(contrib.scale_by_acprop(eps=1e-2))),
@@ -174,7 +174,8 @@ TABLE: dict[str, Entry] = {
     "scale_by_stddev": Entry(lambda: then(optax.scale_by_stddev())),
     "scale_by_trust_ratio": Entry(lambda: then(optax.scale_by_trust_ratio())),
     "scale_by_yogi": Entry(lambda: then(optax.scale_by_yogi())),
-    # ---- parts of a chain ----
+}
+PARTS: dict[str, Entry] = {
     "adaptive_grad_clip": Entry(lambda: before(optax.adaptive_grad_clip(0.02))),
     "add_decayed_weights": Entry(lambda: before(optax.add_decayed_weights(0.1, matrices))),
     "add_noise": Entry(lambda: before(optax.add_noise(0.01, 0.5, key=jax.random.key(2)))),
@@ -197,7 +198,8 @@ TABLE: dict[str, Entry] = {
     "stateless_with_tree_map": Entry(lambda: before(optax.stateless_with_tree_map(lambda g, p: g + 0.01 * p))),
     "trace": Entry(lambda: then(optax.trace(0.9))),
     "zero_nans": Entry(lambda: before(optax.zero_nans())),
-    # ---- around others ----
+}
+WRAPPERS: dict[str, Entry] = {
     "MultiSteps": Entry(lambda: optax.MultiSteps(optax.adam(0.01), 2)),
     "apply_if_finite": Entry(lambda: optax.apply_if_finite(optax.adam(0.01), 3)),
     "chain": Entry(lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))),
@@ -223,6 +225,8 @@ TABLE: dict[str, Entry] = {
     "selective_transform": Entry(lambda: optax.selective_transform(optax.adam(0.01), freeze_mask=NONE_FROZEN)),
     "with_extra_args_support": Entry(lambda: optax.with_extra_args_support(optax.adam(0.01))),
 }
+
+TABLE = OPTIMIZERS | DIRECTIONS | PARTS | WRAPPERS
 
 # What a step cannot serve, with the words of the error that says so.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

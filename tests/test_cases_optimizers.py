@@ -210,6 +210,7 @@ def is_masked(node):
 @pytest.mark.parametrize("mask", [
     {"w1": True, "b1": False, "w2": True, "b2": False}, lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
 ], ids=["tree", "callable"])  # fmt: skip
+@LONG
 def test_weight_decay_by_mask(mask):
     """google-deepmind/optax#132: a mask as a tree and by a function of the parameters are the same."""
     check(optax.adamw(1e-2, weight_decay=0.3, mask=mask), even_params(), EVEN, stage=3)
@@ -231,8 +232,8 @@ def test_hyperparameters_in_the_state():
     np.testing.assert_allclose(used, [0.0, 0.01 / 3, 0.02 / 3], rtol=1e-6)
     np.testing.assert_allclose(losses, [0.5587825775, 0.5689336061, 0.5082919598], rtol=1e-6)
     assert int(state.opt_state.count) == 3
-    plain, _ = run(optax.adam(schedule), even_params(), EVEN, stage=2)
-    assert_close(jax.device_get(state.params), plain.params, 1e-6)
+    plain = reference.train(optax.adam(schedule), even_params(), EVEN)[0]
+    assert_close(jax.device_get(state.params), jax.device_get(plain), 1e-6)
     whole = [leaf for leaf in plan.opt_state if leaf.shape == ()]
     assert len(whole) >= 6
     assert {leaf.dim for leaf in whole} == {None}
@@ -254,8 +255,8 @@ def test_a_hyperparameter_can_be_set_between_two_steps(stage):
 @pytest.mark.parametrize(
     ("stage", "devices", "accumulate"),
     [
-        (1, 8, 1),
         (2, 2, 4),
+        pytest.param(1, 8, 1, marks=LONG),
         pytest.param(0, 1, 4, marks=LONG),
         pytest.param(3, 4, 2, marks=LONG),
     ],
@@ -284,15 +285,18 @@ def test_schedules_count_steps_and_go_on_after_a_restart(stage, devices, accumul
 # ---- accumulation by the optimizer ----
 
 
-def test_multi_steps_with_bfloat16_parameters():
+INNER = {
+    "adafactor": lambda: optax.adafactor(1e-1, min_dim_size_to_factor=2),
+    "adamw": lambda: optax.adamw(1e-1, mu_dtype=jnp.float32),
+    "schedule_free": lambda: contrib.schedule_free_adamw(1e-1),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-1)),
+}
+
+
+@pytest.mark.parametrize("inner", [list(INNER)[:2], pytest.param(list(INNER)[2:], marks=LONG)], ids="-".join)
+def test_multi_steps_with_bfloat16_parameters(inner):
     """google-deepmind/optax#377, #1039, #1038: a branch returned another dtype than the other."""
-    inner = {
-        "adafactor": optax.adafactor(1e-1, min_dim_size_to_factor=2),
-        "schedule_free": contrib.schedule_free_adamw(1e-1),
-        "adamw": optax.adamw(1e-1, mu_dtype=jnp.float32),
-        "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-1)),
-    }
-    tx = optimizers.abreast({name: optax.MultiSteps(tx, 2) for name, tx in inner.items()})
+    tx = optimizers.abreast({name: optax.MultiSteps(INNER[name](), 2) for name in inner})
     params, config = optimizers.parameters(inner), {"stage": 3, "precision": "p=bf16", "allow_whole": True}
     _, state, step = prepare(params, tx, optimizers.loss_fn, **config)
     dtypes, born = jax.tree.map(lambda a: a.dtype, (state.params, state.opt_state)), jax.device_get(state.params)
@@ -366,7 +370,7 @@ def test_averages_of_partitioned_parameters(stage):
     assert float(metrics["loss"]) == pytest.approx(float(reference.loss_fn(jax.device_get(average), EVEN[0])), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
 def test_averages_in_the_optimizer_state(dtype):
     """facebookresearch/fairscale#789: an average of updates is partitioned and has the dtype that was asked for."""
     tx = optax.chain(optax.sgd(0.1), optax.ema(0.9, accumulator_dtype=dtype))

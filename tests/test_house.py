@@ -22,9 +22,10 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 ORDER = [  # a module imports only modules that stand before it
-    *("tables", "contracts", "config", "hlo", "accounting", "precision", "compilers", "plan", "optimizer"),
-    *("collectives", "jaxprs", "cutting", "passes", "loops", "units", "explanation"),
-    *("state", "step", "equality", "targets"),
+    *("tables", "contracts", "config", "hlo", "accounting", "precision", "scaling"),
+    *("compilers", "placement", "plan", "optimizer"),
+    *("collectives", "losses", "jaxprs", "cutting", "passes", "loops", "units", "explanation", "gradient"),
+    *("state", "evaluation", "step", "equality", "targets"),
     *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),
 ]
 ONLY = {"accounting": {"tables", "hlo"}, "hlo": set()}  # less than the order would allow

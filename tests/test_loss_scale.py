@@ -26,7 +26,7 @@ from reference import (
 
 import zerojax
 from zerojax import LossScale, ZeroConfig
-from zerojax.precision import all_finite, first_scale, next_scale
+from zerojax.scaling import all_finite, first_scale, next_scale
 
 # ---- the rules ----
 
@@ -464,7 +464,7 @@ def test_states_with_and_without_a_scale_are_told_apart():
         scaled_step(state, even_batch())
     with pytest.raises(ValueError, match=r"the state has a loss_scale.*loss_scale=None"):
         step(other, even_batch())
-    scale = zerojax.precision.first_scale(scaled.config.scaling)
+    scale = zerojax.scaling.first_scale(scaled.config.scaling)
     moved = jax.device_put(dataclasses.replace(state, loss_scale=scale), scaled.state_shardings)
     assert float(scaled_step(moved, even_batch())[1]["loss_scale"]) == 2.0**16
 

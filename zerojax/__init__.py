@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from zerojax.config import LossScale, Precision, ZeroConfig
     from zerojax.contracts import Loss, TrainState, Variables
     from zerojax.equality import check_optimizer
+    from zerojax.evaluation import make_eval_step
     from zerojax.explanation import explain
     from zerojax.plan import Plan, make_plan
     from zerojax.state import gather_params, init_state
-    from zerojax.step import make_eval_step, make_train_step, value_and_grad
+    from zerojax.step import make_train_step, value_and_grad
 
     __version__: str
 else:  # on first use: JAX takes a second to import, for which the command's help need not wait
@@ -42,7 +43,8 @@ else:  # on first use: JAX takes a second to import, for which the command's hel
         "explanation": ["explain"],
         "plan": ["Plan", "make_plan"],
         "state": ["gather_params", "init_state"],
-        "step": ["make_eval_step", "make_train_step", "value_and_grad"],
+        "evaluation": ["make_eval_step"],
+        "step": ["make_train_step", "value_and_grad"],
         "targets": [],
     }
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.contracts import Tree
-from zerojax.plan import Leaf
+from zerojax.placement import Leaf
 
 TOGETHER_BELOW = 2**16  # elements; larger leaves travel alone, without being copied into a common buffer
 

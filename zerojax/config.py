@@ -62,8 +62,8 @@ class Precision:
     Raises:
       ValueError: if a name is no floating dtype, or parameters in float32 shall be rounded stochastically.
 
-    >>> Precision(compute_dtype="bf16")
-    Precision(param_dtype='float32', compute_dtype='bfloat16', reduce_dtype='float32', gather_dtype=None)
+    >>> Precision(compute_dtype="bf16").compute_dtype
+    'bfloat16'
     >>> Precision.parse("c=bf16,r=bf16").reduce_dtype
     'bfloat16'
     >>> Precision.parse("p=bf16,c=bf16,rounding=stochastic").rounding

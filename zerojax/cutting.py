@@ -15,7 +15,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from zerojax import jaxprs
 from zerojax.collectives import TOGETHER_BELOW
-from zerojax.plan import Leaf
+from zerojax.placement import Leaf
 from zerojax.precision import is_floating
 
 ENOUGH = 2**24  # elements of a unit: more would not make its collectives any faster

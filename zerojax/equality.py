@@ -16,8 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax import optimizer, tables
 from zerojax.config import Precision
 from zerojax.contracts import Tree
-from zerojax.plan import Leaf, Plan, make_plan, mesh_context
-from zerojax.precision import is_floating
+from zerojax.placement import Leaf
+from zerojax.plan import Plan, make_plan, mesh_context
+from zerojax.precision import without_overwritten
 from zerojax.state import init_state
 from zerojax.step import make_train_step
 
@@ -120,16 +121,17 @@ def check_optimizer(
 
 def _stand_in(tx: optax.GradientTransformation, plan: Plan) -> tuple[Plan, Tree]:
     """A plan of the same decisions for small parameters, and those; what is not trained is left out."""
-    trained = [leaf if is_floating(leaf) else None for leaf in plan.params]
+    trained = [leaf if leaf.trained and not leaf.overwritten else None for leaf in plan.params]
     random = np.random.default_rng(0)
 
     def per_leaf(of_leaf):
-        return plan.treedefs[0].unflatten(leaf and of_leaf(leaf) for leaf in trained)
+        return without_overwritten(plan.treedefs[0].unflatten(leaf and of_leaf(leaf) for leaf in trained))
 
     params = per_leaf(lambda leaf: random.normal(size=_small_shape(leaf, plan)).astype(np.float32))
     config = dataclasses.replace(
         plan.config, precision=Precision(), accumulate=1, keep_whole_below=0, allow_whole=True,
-        overrides=[(glob.escape(leaf.path), leaf.dim) for leaf in trained if leaf],
+        overrides=tuple((glob.escape(leaf.path), leaf.dim) for leaf in trained if leaf),
+        trainable=("*",), frozen=(), compute_dtypes=(), loss_scale=None, skip_nonfinite=False,
     )  # fmt: skip
     specs = per_leaf(lambda leaf: PartitionSpec(*leaf.base))
     return make_plan(lambda key: jax.tree.map(jnp.zeros_like, params), tx, plan.mesh, config, base_specs=specs), params

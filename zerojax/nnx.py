@@ -10,8 +10,8 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from zerojax import evaluation, losses, step
 from zerojax import plan as plans
-from zerojax import step
 from zerojax.config import ZeroConfig
 from zerojax.contracts import Loss, Tree, Variables
 from zerojax.plan import Plan
@@ -128,7 +128,7 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
         grads = _like(plan.trained(params), grads)
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
-    call = step.with_arguments(loss_fn)
+    call = losses.with_arguments(loss_fn)
     return run
 
 
@@ -148,7 +148,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param) -> 
     >>> float(evaluate(model, jnp.zeros((19, 8)))["zeros"])
     1.0
     """
-    call = step.with_arguments(metric_fn)
+    call = losses.with_arguments(metric_fn)
 
     @functools.cache
     def of_module(graphdef, params_treedef, rest_treedef):
@@ -156,7 +156,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param) -> 
             own = _map_keys(_fold_device(plan), rest_treedef.unflatten(jax.tree.leaves(model_state)))
             return call(nnx.merge(graphdef, params_treedef.unflatten(jax.tree.leaves(params)), own), batch, rng, None)
 
-        return step.make_eval_step(measure, plan)
+        return evaluation.make_eval_step(measure, plan)
 
     def run(model, batch):
         graphdef, params, rest = nnx.split(model, wrt, ...)
@@ -220,4 +220,4 @@ def _map_keys(f: Callable, state: Any, *others: Any) -> Any:
 
 def _fold_device(plan: Plan) -> Callable:
     """One stream on every device would drop the same units everywhere."""
-    return lambda key: jax.random.fold_in(key, step.device_number(plan))
+    return lambda key: jax.random.fold_in(key, losses.device_number(plan))

@@ -1,13 +1,24 @@
-"""What a step hands to an optax transformation, and whether the transformation can work with that."""
+"""The lower half of a step, on global arrays: what it hands to an optax transformation, and the new parameters."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
-from zerojax.contracts import Tree
+from zerojax.contracts import TrainState, Tree
 from zerojax.plan import Plan, mesh_context
-from zerojax.precision import floating, gradient_dtype
+from zerojax.precision import (
+    cast,
+    cast_like,
+    gradient_dtype,
+    round_stochastically,
+    with_overwritten,
+    without_overwritten,
+)
+
+_ROUNDING_STREAM = 0xB17  # sets the keys of stochastic rounding apart from those of the micro-batches
 
 _HANDED = (
     "a step hands tx.update the mean gradient, its state and the parameters, and as extra arguments value (the mean "
@@ -26,7 +37,6 @@ def update(
       tx: one that takes extra arguments (`optax.GradientTransformationExtraArgs`, `optax.MultiSteps`) or none.
       value: the mean loss over the whole batch, a scalar: what Polyak's step size or a plateau is measured by.
 
-    >>> import jax.numpy as jnp
     >>> tx = optax.polyak_sgd(max_learning_rate=10.0)
     >>> grads, params = {"w": jnp.array([2.0, 1.0])}, {"w": jnp.ones(2)}
     >>> update(tx, grads, tx.init(params), params, value=jnp.float32(5.0))[0]["w"].tolist()
@@ -53,7 +63,7 @@ def check_update(tx: optax.GradientTransformation, plan: Plan):
     >>> plan = make_plan(init_fn, optax.adam(1.0), jax.make_mesh((8,), ("data",)))
     >>> check_update(optax.adam(0.1), plan)
     """
-    params = floating(plan.abstract_state.params)
+    params = plan.optimized(plan.abstract_state.params)
     dtype = gradient_dtype(plan.config.precision)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding), params)
     opt_state, value = plan.abstract_state.opt_state, jax.ShapeDtypeStruct((), dtype)
@@ -77,3 +87,40 @@ def _check_shapes(what: str, new: Tree, old: Tree):
             name = jax.tree_util.keystr(keys)
             raise ValueError(f"tx.update returns {what} of another shape than it was given: {name} is "
                              f"{list(ours.shape)}, not {list(given.shape)}. For {_HANDED}")  # fmt: skip
+
+
+# ---- new parameters ----
+
+
+def updated(
+    tx: optax.GradientTransformation, grads: Tree, loss: jax.Array, state: TrainState, plan: Plan
+) -> tuple[Tree, Tree]:
+    """Parameters and optimizer state after ``tx``, in the dtypes that they had."""
+    stochastic = plan.config.precision.rounding == "stochastic"
+    seen = plan.optimized(state.params)
+    old = cast(seen, jnp.float32) if stochastic else seen
+    updates, opt_state = update(tx, without_overwritten(grads), state.opt_state, old, loss)
+    new = with_overwritten(optax.apply_updates(old, updates), grads)
+    trained = plan.trained(state.params)
+    params = _rounded(new, trained, state, plan) if stochastic else cast_like(new, trained)
+    return plan.with_trained(state.params, params), cast_like(opt_state, state.opt_state)
+
+
+def _rounded(new: Tree, trained: Tree, state: TrainState, plan: Plan) -> Tree:
+    """Updated float32 parameters in the dtypes of the old ones; each with random bits of its own, shard by shard.
+
+    The generator is one whose bits do not depend on the mesh, whatever JAX's default is.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), _ROUNDING_STREAM)
+    key = jax.random.wrap_key_data(jax.random.bits(key, (2,), "uint32"), impl="threefry2x32")
+
+    def round_one(number, new, old, sharding):
+        if old.dtype.itemsize >= new.dtype.itemsize:
+            return new.astype(old.dtype)
+        bits = jax.random.bits(jax.random.fold_in(key, number), new.shape, "uint32")
+        return round_stochastically(new, old.dtype, lax.with_sharding_constraint(bits, sharding))
+
+    numbers = [number for number, leaf in enumerate(plan.params) if leaf.trained]
+    shardings = [jax.tree.leaves(plan.state_shardings.params)[number] for number in numbers]
+    leaves, treedef = jax.tree.flatten(new)
+    return treedef.unflatten(map(round_one, numbers, leaves, jax.tree.leaves(trained), shardings))

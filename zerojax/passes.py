@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from zerojax.cutting import Unit
-from zerojax.plan import Leaf
+from zerojax.placement import Leaf
 from zerojax.precision import is_floating
 
 Arrays = list[jax.Array]

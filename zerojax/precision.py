@@ -1,4 +1,4 @@
-"""Which leaves are numbers that a loss computes with, casts that touch only those, rounding, loss scaling."""
+"""Which leaves are numbers that a loss computes with, casts that touch only those, rounding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.config import LossScale, Precision
-from zerojax.contracts import ScaleState, Tree
+from zerojax.config import Precision
+from zerojax.contracts import Tree
 
 OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection beside "params": fp8 scales and histories of maxima
 
@@ -149,52 +149,3 @@ def _round_to_steps(x: jax.Array, step: Any, bits: jax.Array) -> jax.Array:
     below = jnp.floor(steps)
     chance = (bits >> 8).astype(jnp.float32) * 2.0**-24
     return jnp.copysign((below + (chance < steps - below)) * jnp.float32(step), x)
-
-
-# ---- loss scaling ----
-
-
-def first_scale(config: LossScale) -> ScaleState:
-    """The state in which training begins.
-
-    >>> float(first_scale(LossScale(initial=1024)).scale)
-    1024.0
-    """
-    return ScaleState(jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis), jnp.int32(0))
-
-
-def next_scale(config: LossScale, old: ScaleState, finite: jax.Array) -> ScaleState:
-    """The state after a step.
-
-    Args:
-      config: the rules.
-      old: the state whose scale the step has used.
-      finite: boolean scalar, whether its gradient was finite.
-
-    >>> config = LossScale(initial=1024, growth_interval=1)
-    >>> [float(next_scale(config, first_scale(config), jnp.bool(finite)).scale) for finite in (True, False)]
-    [2048.0, 512.0]
-    """
-    good = old.good_steps + 1
-    grow = finite & (good >= config.growth_interval)
-    raised, lowered = old.scale * config.growth_factor, jnp.maximum(old.scale * config.backoff_factor, config.minimum)
-    raised = jnp.where(jnp.isfinite(raised), raised, old.scale)
-    lower = ~finite & (old.hysteresis <= 1)
-    refill = finite if config.consecutive_hysteresis else grow
-    return ScaleState(
-        scale=jnp.where(grow, raised, jnp.where(lower, lowered, old.scale)),
-        good_steps=jnp.where(finite & ~grow, good, 0),
-        hysteresis=jnp.where(refill, config.hysteresis, jnp.maximum(old.hysteresis - ~finite, 1)),
-        stuck=jnp.where(~finite & (lowered >= old.scale), old.stuck + 1, 0),
-    )
-
-
-def all_finite(arrays: list[jax.Array]) -> jax.Array:
-    """Whether all numbers of all arrays are finite: a boolean scalar, the same on every device.
-
-    Counted in float32, so that the sums over the devices can be joined, and however many they are, do not wrap to zero.
-
-    >>> bool(all_finite([jnp.ones(2), jnp.array(jnp.nan)]))
-    False
-    """
-    return sum(jnp.sum(~jnp.isfinite(a), dtype=jnp.float32) for a in arrays) == jnp.float32(0)

@@ -13,7 +13,8 @@ from jax import lax
 from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.plan import Plan, born, mesh_context
-from zerojax.precision import at_rest, first_scale
+from zerojax.precision import at_rest
+from zerojax.scaling import first_scale
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
 
@@ -94,7 +95,7 @@ def check_state(state: Any, plan: Plan):
         raise ValueError(f"state must be a zerojax.TrainState, not {type(state).__name__}; make it with init_state")
     if (state.loss_scale is None) != (plan.config.scaling is None):
         has, lacks, scale = ("the plan scales the loss or skips steps", "the state was made without",
-                             "zerojax.precision.first_scale(plan.config.scaling)")  # fmt: skip
+                             "zerojax.scaling.first_scale(plan.config.scaling)")  # fmt: skip
         if plan.config.scaling is None:
             has, lacks, scale = "the state has a loss_scale", "the plan's config has none", "None"
         raise ValueError(f"{has}, {lacks}; to go on, move dataclasses.replace(state, loss_scale={scale}) there with "

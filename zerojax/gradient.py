@@ -1,0 +1,196 @@
+"""The upper half of a step, on every device's own rows: cast, gather, differentiate, reduce-scatter, weigh."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax import collectives, units
+from zerojax.contracts import Loss, Tree
+from zerojax.losses import divide, fold, global_mean, objective_of, weighted, with_arguments
+from zerojax.passes import Traffic
+from zerojax.placement import Leaf
+from zerojax.plan import Plan
+from zerojax.precision import floating, gradient_dtype, merge, rounded
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What makes a stage: when parameters are gathered and when gradients are reduced."""
+
+    gather: Literal["step", "use"]
+    reduce: Literal["step", "micro-batch"]
+
+
+# arXiv 1910.02054, section 5. Stage 0 is stage 1 with nothing partitioned: gathers vanish, reduce-scatters are
+# all-reduces.
+_SCHEDULES = {
+    0: _Schedule(gather="step", reduce="step"),
+    1: _Schedule(gather="step", reduce="step"),
+    2: _Schedule(gather="step", reduce="micro-batch"),
+    3: _Schedule(gather="use", reduce="micro-batch"),
+}
+
+
+def gradient_of(loss_fn: Callable, plan: Plan) -> Callable:
+    """``(params, batch, rng, model_state, scale) -> (mean loss, mean gradient, new model state)`` on global arrays.
+
+    The gradient travels scaled and arrives unscaled; ``scale`` is a float32 scalar, or ``None``.
+    """
+    objective = objective_of(with_arguments(loss_fn), plan)
+
+    def local(params, batch, rng, model_state, scale):
+        sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state, scale)
+        loss = global_mean(sums, plan)
+        dtype = gradient_dtype(plan.config.precision)
+
+        def mean(grad):
+            sum_of_means = divide(grad.astype(dtype), loss.weight)
+            return sum_of_means if scale is None else sum_of_means / scale.astype(dtype)
+
+        pairs = zip(grads, _trained(plan.wire, plan), strict=True)
+        grads = [g if leaf.overwritten else mean(g) for g, leaf in pairs]
+        return loss, grads, collectives.mean(model_state, plan.axes)
+
+    grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
+    in_specs = (param_specs(plan), plan.batch_sharding.spec, PartitionSpec(), PartitionSpec(), PartitionSpec())
+    sharded = on_devices(local, plan, in_specs, (PartitionSpec(), grad_specs, PartitionSpec()))
+
+    def run(params, batch, rng, model_state, scale):
+        loss, grads, model_state = sharded(params, batch, rng, model_state, scale)
+        return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), model_state
+
+    return run
+
+
+def on_devices(local: Callable, plan: Plan, in_specs: Any, out_specs: Any) -> Callable:
+    """``local`` on every device, manual over the shard axes; other mesh axes stay with the compiler.
+
+    Replication is not checked: with the check on, gradients of replicated parameters arrive already summed and those
+    of partitioned ones do not.
+    """
+    return jax.shard_map(
+        local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(plan.axes), check_vma=False
+    )
+
+
+def param_specs(plan: Plan) -> Tree:
+    """How a `TrainState`'s parameters enter ``shard_map``."""
+    return plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
+
+
+def _local_sums(objective, plan, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
+    """This device's sums over its micro-batches, and the reduced sum of the gradients."""
+    schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, floating(params)
+    held = whole_params(shards, plan.wire, plan) if schedule.gather == "step" else shards
+    every, trained = schedule.reduce == "micro-batch", _trained(plan.wire, plan)
+    dtype = gradient_dtype(plan.config.precision)
+    zeros = [jnp.zeros(a.shape, dtype) for a in _trained(shards if every else held, plan)]
+    differentiated = _differentiated(objective, plan, params, held)
+
+    def micro_batch(model_state, index, rows):
+        loss, grads = differentiated(index, rows, fold(rng, index, plan), model_state, scale)
+        grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
+        return loss.model_state, grads, weighted(loss)
+
+    if count == 1:
+        model_state, grads, sums = micro_batch(model_state, 0, batch)
+    else:
+        model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, _micro_batches(batch, count))
+    return sums, grads if every else _reduced(grads, trained, plan), model_state
+
+
+def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[jax.Array]) -> Callable:
+    """``(index, *args of the objective) -> (Loss, gradients)`` of one micro-batch, on parameters as they are held.
+
+    The gradients are of what is trained, weighed, and reduced if each micro-batch is by itself.
+    """
+    schedule, remat = _SCHEDULES[plan.config.stage], plan.config.remat
+    every, trained = schedule.reduce == "micro-batch", _trained(plan.wire, plan)
+
+    def gather(shards, leaves):
+        return whole_params(shards, leaves, plan)
+
+    def leaving(grads, leaves, aux):  # what a unit does with its gradient
+        weighed = _weighed(grads, leaves, aux[1], plan)
+        return _reduced(weighed, leaves, plan) if every else weighed
+
+    def on_whole(whole, *args):
+        return objective(merge(whole, params), *args)
+
+    def on_trained(some, *args):
+        new = iter(some)
+        return on_whole([next(new) if leaf.trained else a for a, leaf in zip(held, plan.wire, strict=True)], *args)
+
+    traffic = Traffic(gather if schedule.gather == "use" else None, leaving, remat)
+
+    def in_units(index, *args):
+        (_, (loss, _)), grads = units.gradient(on_whole, held, plan.wire, traffic)(index, *args)
+        return loss, _trained(grads, plan)
+
+    def at_once(_, *args):
+        (_, (loss, divisor)), grads = jax.value_and_grad(on_trained, has_aux=True)(_trained(held, plan), *args)
+        return loss, _weighed(grads, trained, divisor, plan)
+
+    return in_units if every or remat is not None else at_once
+
+
+def _weighed(grads: list[jax.Array], leaves: Sequence[Leaf], divisor: jax.Array, plan: Plan) -> list[jax.Array]:
+    """The gradient of a mean becomes that of a sum, in float32 where sums do not overflow."""
+    dtype = gradient_dtype(plan.config.precision)
+    pairs = zip(grads, leaves, strict=True)
+    return [g if leaf.overwritten else g.astype(dtype) * divisor.astype(dtype) for g, leaf in pairs]
+
+
+def _reduced(grads: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
+    """Sums over the devices, of partitioned leaves this device's shard, in ``reduce_dtype``."""
+    dtype, pairs = plan.config.precision.reduce_dtype, zip(grads, leaves, strict=True)
+    sent = [g if leaf.overwritten else g.astype(dtype) for g, leaf in pairs]
+    return collectives.reduce_scatter(sent, leaves, plan.axes)
+
+
+def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
+    """Sums over the micro-batches, in a scan; the model state is threaded through."""
+
+    def body(carry, part):
+        model_state, sums = carry
+        model_state, grads, weighted = micro_batch(model_state, *part)
+        return (model_state, [add(*parts) for parts in zip(sums, grads, leaves, strict=True)]), weighted
+
+    def add(total, grad, leaf):  # what overwrites is largest of all micro-batches, and never below zero
+        return jnp.maximum(total, grad) if leaf.overwritten else total + grad.astype(total.dtype)
+
+    count = jax.tree.leaves(batches)[0].shape[0]
+    (model_state, sums), weighted = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
+    return model_state, sums, jax.tree.map(lambda a: a.sum(0), weighted)
+
+
+def _micro_batches(batch: Tree, count: int) -> Tree:
+    """Rows by stride, so that micro-batch ``i`` holds the same rows whatever the number of devices."""
+    return jax.tree.map(lambda a: a.reshape(a.shape[0] // count, count, *a.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _trained(floats: Sequence[Any], plan: Plan) -> list[Any]:
+    """Of what stands for each floating parameter, that of those which are trained."""
+    return [a for a, leaf in zip(floats, plan.wire, strict=True) if leaf.trained]
+
+
+def whole_params(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
+    """Whole parameters, each in the dtype in which the loss sees it.
+
+    The shards are cast just before they travel: sooner, all of them would be held in both dtypes; later, the larger one
+    would travel.
+    """
+    sent = [_sent(shard, leaf) for shard, leaf in zip(shards, leaves, strict=True)]
+    whole = collectives.gather(sent, leaves, plan.axes)
+    return [array.astype(leaf.compute_dtype) for array, leaf in zip(whole, leaves, strict=True)]
+
+
+def _sent(shard: jax.Array, leaf: Leaf) -> jax.Array:
+    """In the dtype that travels; what stays is only rounded to it."""
+    stays = leaf.dim is None and leaf.gather_dtype != leaf.compute_dtype
+    return rounded(shard, leaf.gather_dtype) if stays else shard.astype(leaf.gather_dtype)

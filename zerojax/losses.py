@@ -1,0 +1,176 @@
+"""The contract of the loss: what it takes, what it may return, and how means over rows are made of it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from zerojax import collectives
+from zerojax.contracts import Loss, Tree
+from zerojax.plan import Plan
+
+
+def with_arguments(fn: Callable) -> Callable:
+    """``fn(params, batch, rng, model_state)`` for a function that may leave out the last one or two."""
+    parameters = inspect.signature(fn).parameters.values()
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return fn
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    named = [p.name for p in parameters if p not in required and p.name in ("rng", "model_state")]
+    needs_key = len(required) > 2 or any(p.name == "rng" and p.default is p.empty for p in parameters)
+    if len(required) not in (2, 3, 4) or (len(required) == 4 and named):
+        names = ", ".join(p.name for p in required)
+        raise ValueError(
+            f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names}). What differs from "
+            "row to row is an argument, not closed over: each device gets its own rows"
+        )
+
+    def call(params, batch, rng, model_state):
+        if rng is None and needs_key:
+            raise ValueError(
+                f"the loss requires {'rng' if 'rng' in named else required[2].name}, a random key, and none is given: "
+                "pass a key such as jax.random.key(0), or write rng=None in the loss if it can do without. What else "
+                "it needs of the rows goes into the batch, as a tuple or a mapping"
+            )
+        given = {"rng": rng, "model_state": model_state}
+        return fn(*(params, batch, rng, model_state)[: len(required)], **{name: given[name] for name in named})
+
+    return call
+
+
+def objective_of(call: Callable, plan: Plan) -> Callable:
+    """The loss as ``(params, batch, rng, model_state, scale) -> (part of a mean to differentiate, (Loss, divisor))``.
+
+    The local mean, not the sum: the gradient of a sum over many rows overflows float16. It is scaled, in float32; the
+    `Loss` is not. Where largest gradients are noted (fp8), the part of the mean over all rows of the step, so that they
+    are those of the whole batch.
+    """
+    overwrites = any(leaf.overwritten for leaf in plan.wire)
+
+    def objective(params, batch, rng, model_state, scale):
+        value = call(params, batch, rng, model_state)
+        loss = as_loss(value, "loss_fn")
+        new = _new_model_state(loss.model_state, model_state)
+        weight = lax.stop_gradient(loss.weight)
+        divisor = _divisor(_weight_of_step(value, weight, plan) if overwrites else weight)
+        mean = loss.total / divisor
+        scaled = mean if scale is None else mean * scale.astype(mean.dtype)
+        return scaled, (Loss(loss.total, weight, loss.metrics, new), divisor)
+
+    return objective
+
+
+def _weight_of_step(value: Any, weight: jax.Array, plan: Plan) -> jax.Array:
+    """Of all rows, known from one micro-batch."""
+    count = plan.config.accumulate
+    if count > 1 and isinstance(value, Loss) and isinstance(value.weight, Tracer):
+        raise ValueError(
+            "with accumulate > 1, parameters that their gradient overwrites (fp8) need a loss whose weight is a plain "
+            "number, the same for every micro-batch: return the mean over the rows, or use accumulate=1"
+        )
+    return collectives.all_reduce(weight, plan.axes) * count
+
+
+def as_loss(value: Any, name: str, rows: int = 1) -> Loss:
+    """A scalar mean as a `Loss` of its rows, of 1 where all devices and micro-batches have as many; sums in float32."""
+    loss = value if isinstance(value, Loss) else Loss(value, 1.0)
+    for part, number in (("total", loss.total), ("weight", loss.weight)):
+        if jax.tree.structure(number) != jax.tree.structure(0) or jnp.ndim(number):
+            shape = jax.tree.map(jnp.shape, number)
+            raise ValueError(
+                f"{name} must return a scalar or a zerojax.Loss; its {part} has shape {shape}. Take the mean over the "
+                "rows; for (loss, extras) return zerojax.Loss(total, weight, metrics=...)"
+            )
+    if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
+        raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
+    total, weight = (jnp.asarray(x).astype(_sum_dtype(x)) for x in (loss.total, loss.weight))
+    if rows > 1 and not isinstance(value, Loss):
+        total, weight = total * rows, weight * rows
+    return Loss(total, weight, loss.metrics, loss.model_state)
+
+
+def weighted(loss: Loss) -> Loss:
+    """Ready to be added over micro-batches and devices: metrics times the weight, all in the dtype of the sums."""
+    dtype = loss.total.dtype
+    weight = loss.weight.astype(dtype)
+
+    def times_weight(metric):  # without weight a mean is often 0/0, which must not reach the others
+        return jnp.where(weight == 0, 0, jnp.asarray(metric).astype(dtype) * weight)
+
+    return Loss(loss.total, weight, jax.tree.map(times_weight, dict(loss.metrics)))
+
+
+def _sum_dtype(value: Any) -> Any:
+    return jnp.promote_types(jnp.result_type(value, jnp.float32), jnp.float32)
+
+
+def _new_model_state(new: Tree, old: Tree) -> Tree:
+    if new is None or (old is None and not jax.tree.leaves(new)):
+        return old
+    shapes = [jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (new, old)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"the loss returned a model_state unlike the one it was given: {shapes[0]} for {shapes[1]}")
+    return new
+
+
+def add_metrics(own: dict, others: Mapping) -> dict:
+    """The step's own metrics and those of the loss."""
+    taken = sorted(set(own) & set(others))
+    if taken:
+        raise ValueError(f"the names {taken} in Loss(metrics=...) are the step's own; choose others")
+    return {**own, **others}
+
+
+# ---- means over the rows of all devices ----
+
+
+def global_mean(sums: Loss, plan: Plan) -> Loss:
+    """Of every device's weighted sums: the mean loss as ``total``, mean metrics, the summed weight."""
+    sums = collectives.all_reduce(sums, plan.axes)
+    mean = jax.tree.map(lambda a: divide(a, sums.weight), (sums.total, sums.metrics))
+    return Loss(mean[0], sums.weight, mean[1])
+
+
+def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """``total / weight``, and zero where there is no weight: a batch of padding only must not destroy a run."""
+    return jnp.where(weight == 0, weight, total / _divisor(weight))  # a constant zero would cost the compiler a buffer
+
+
+def _divisor(weight: jax.Array) -> jax.Array:
+    """``weight``, or one where there is none."""
+    return jnp.where(weight == 0, 1, weight)
+
+
+# ---- randomness ----
+
+
+def fold(rng: Any, micro_batch: Any, plan: Plan) -> Any:
+    """The key of one micro-batch on one device."""
+    if rng is None:
+        return None
+    return jax.random.fold_in(jax.random.fold_in(rng, micro_batch), device_number(plan))
+
+
+def device_number(plan: Plan) -> Any:
+    """Of the device whose rows these are; of rows that all devices have, one more than the last."""
+    try:
+        return lax.axis_index(tuple(plan.axes))
+    except NameError:
+        return plan.devices
+
+
+def check_key(rng: Any):
+    """Raise a ``ValueError`` for what is no random key."""
+    is_key = isinstance(rng, jax.Array) and (
+        jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or (rng.dtype == jnp.uint32 and rng.ndim == 1)
+    )
+    if rng is not None and not is_key:
+        shape = jax.tree.map(jnp.shape, rng)
+        raise ValueError(f"rng must be a key such as jax.random.key(0), not arrays of shape {shape}; what else the "
+                         "loss needs of the rows goes into the batch, as a tuple or a mapping")  # fmt: skip

@@ -45,7 +45,7 @@ def reduce_scatter(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Ma
     """
     summed = list(arrays)
     overwritten = [i for i, leaf in enumerate(leaves) if leaf.overwritten]
-    for i, largest in zip(overwritten, lax.pmax([arrays[i] for i in overwritten], tuple(axes)), strict=True):
+    for i, largest in zip(overwritten, lax.pmax([arrays[i] for i in overwritten], _several(axes)), strict=True):
         summed[i] = largest
     dtypes = [a.dtype for a in arrays]
     together, alone = _batches(leaves, dtypes, partitioned=True)
@@ -68,15 +68,20 @@ def all_reduce(tree: Tree, axes: Mapping[str, int]) -> Tree:
     """Sums of a tree of arrays of one dtype over the devices, in one collective."""
     arrays, treedef = jax.tree.flatten(tree)
     if len(arrays) < 2:
-        return treedef.unflatten([lax.psum(a, tuple(axes)) for a in arrays])
-    sums = lax.psum(jnp.concatenate([jnp.ravel(a) for a in arrays]), tuple(axes))
+        return treedef.unflatten([lax.psum(a, _several(axes)) for a in arrays])
+    sums = lax.psum(jnp.concatenate([jnp.ravel(a) for a in arrays]), _several(axes))
     parts = jnp.split(sums, _ends([jnp.size(a) for a in arrays]))
     return treedef.unflatten([part.reshape(jnp.shape(a)) for part, a in zip(parts, arrays, strict=True)])
 
 
 def mean(tree: Tree, axes: Mapping[str, int]) -> Tree:
     """Means over the devices of floating leaves; others (counters, keys) are alike on all devices and kept."""
-    return jax.tree.map(lambda a: lax.pmean(a, tuple(axes)) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+    return jax.tree.map(lambda a: lax.pmean(a, _several(axes)) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def _several(axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Without axes of one device: XLA cannot reduce over such a one what a tensor axis partitions."""
+    return tuple(axis for axis, size in axes.items() if size > 1)
 
 
 def _batches(leaves, dtypes, *, partitioned: bool) -> tuple[list[list[int]], list[int]]:
@@ -107,7 +112,7 @@ def _all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
     The shard itself stays as it lies: else a GPU's compiler turns all layers of a stack at once, before the loop.
     """
     x = jnp.moveaxis(with_layout_constraint(x, Layout(tuple(range(x.ndim)))), dim, 0)
-    for axis in reversed(tuple(axes)):
+    for axis in reversed(_several(axes)):
         x = lax.all_gather(x, axis, axis=0, tiled=True)
     return jnp.moveaxis(x, 0, dim)
 
@@ -115,7 +120,7 @@ def _all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
 def _reduce_scatter(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
     """The inverse order: the major axis first, when the most bytes travel over the outermost axis."""
     x = jnp.moveaxis(x, dim, 0)
-    for axis in axes:
+    for axis in _several(axes):
         x = lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(x, 0, dim)
 

@@ -18,7 +18,6 @@ from zerojax.config import Precision
 from zerojax.contracts import Tree
 from zerojax.placement import Leaf
 from zerojax.plan import Plan, make_plan, mesh_context
-from zerojax.precision import without_overwritten
 from zerojax.state import init_state
 from zerojax.step import make_train_step
 
@@ -120,20 +119,18 @@ def check_optimizer(
 
 
 def _stand_in(tx: optax.GradientTransformation, plan: Plan) -> tuple[Plan, Tree]:
-    """A plan of the same decisions for small parameters, and those; what is not trained is left out."""
-    trained = [leaf if leaf.trained and not leaf.overwritten else None for leaf in plan.params]
+    """A plan of the same decisions for small parameters, and those; what the optimizer does not see is left out."""
+    leaves = plan.optimized(plan.treedefs[0].unflatten(plan.params))
     random = np.random.default_rng(0)
-
-    def per_leaf(of_leaf):
-        return without_overwritten(plan.treedefs[0].unflatten(leaf and of_leaf(leaf) for leaf in trained))
-
-    params = per_leaf(lambda leaf: random.normal(size=_small_shape(leaf, plan)).astype(np.float32))
+    params = jax.tree.map(lambda leaf: random.normal(size=_small_shape(leaf, plan)).astype(np.float32), leaves)
+    with_paths = jax.tree.leaves_with_path(leaves)
+    dims = {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf.dim for keys, leaf in with_paths}
     config = dataclasses.replace(
         plan.config, precision=Precision(), accumulate=1, keep_whole_below=0, allow_whole=True,
-        overrides=tuple((glob.escape(leaf.path), leaf.dim) for leaf in trained if leaf),
-        trainable=("*",), frozen=(), compute_dtypes=(), loss_scale=None, skip_nonfinite=False,
+        trainable="*", frozen=(), compute_dtypes=(), loss_scale=None, skip_nonfinite=False,
+        overrides=[(glob.escape(path), dim) for path, dim in dims.items()],
     )  # fmt: skip
-    specs = per_leaf(lambda leaf: PartitionSpec(*leaf.base))
+    specs = jax.tree.map(lambda leaf: PartitionSpec(*leaf.base), leaves)
     return make_plan(lambda key: jax.tree.map(jnp.zeros_like, params), tx, plan.mesh, config, base_specs=specs), params
 
 

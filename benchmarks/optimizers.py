@@ -142,6 +142,10 @@ tolerances is a test. *Sent beyond the stage's own* is what a device sends in a 
 `optax.sgd`, for {size} of parameters in two matrices: nothing for what works on each number by itself; a few numbers
 for norms; rows and columns for factored moments; and much for products and decompositions of whole matrices.
 
+Inner products of whole arrays (`prodigy`, `dadapt_adamw`, `mechanize`, `momo`, `lbfgs`) flatten them first, for which
+the compiler gathers what is not partitioned along dim 0. With `overrides` that partition the large matrices along dim
+0, these send only a few numbers.
+
 `flatten` makes one long array of all parameters; where the devices do not divide its length, its state stays whole,
 which the plan refuses unless `allow_whole=True`.
 

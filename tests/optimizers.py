@@ -282,8 +282,8 @@ def exported() -> dict[str, Any]:
     for prefix, module in (("", optax), ("transforms.", optax.transforms), ("contrib.", contrib)):
         for name, value in vars(module).items():
             function = callable(value) and not inspect.isclass(value) and name[0].islower()
-            known = any(value is other for other in found.values())
-            if function and not known and not hasattr(optax.losses, name) and not hasattr(optax.schedules, name):
+            schedule = hasattr(optax.schedules, name) and not name.startswith("inject_")
+            if function and name not in found and not schedule and not hasattr(optax.losses, name):
                 found[prefix + name] = value
     return found
 

@@ -199,6 +199,17 @@ def test_a_run_shows_its_numbers_and_leaves_its_files(start, tmp_path):
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_in_float16_scales_its_loss(start, tmp_path):
+    process = start(tmp_path / "run", stage=3, devices=8, steps=3, precision="c=fp16", **TINY)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    lines, summary = read(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["loss_scale"] == 2.0**16
+    assert out.count("skipped") == sum(line["skipped"] for line in lines if line["step"] != 2)
+    assert summary["config"]["precision"] == "c=fp16"
+
+
 def test_ctrl_c_leaves_what_was_reached(start, tmp_path):
     process = start(tmp_path, devices=8, steps=1_000_000, **TINY)
     metrics = tmp_path / "metrics.jsonl"
@@ -249,6 +260,7 @@ MISTAKES = {
     "stage": (["--stage", "7"], "stage=7 is not one of 0, 1, 2, 3"),
     "devices": (["--devices", "0"], "devices=0 is too few"),
     "odd devices": (["--devices", "5", "--rows", "40"], "devices=5 cannot share parameters of width 192"),
+    "precision": (["--precision", "c=int8"], "compute_dtype='int8' is not a floating dtype"),
     "not a number": (["--steps", "many"], "'--steps'"),
     "unknown": (["--colour", "blue"], "--colour"),
 }

@@ -58,11 +58,13 @@ def _train(
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 150,
     rows: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 16,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    precision: Annotated[str, typer.Option(help="Dtypes, such as c=bf16; fp16 gets a dynamic loss scale.")] = "c=f32",
     run_dir: Annotated[Path | None, typer.Option(help="Folder to write.", show_default="runs/<timestamp>")] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters, the data's order and the sample.")] = 0,
 ):
     """Train a small GPT on Python's own sources, partitioned, and show what it cost and what it learned."""
-    settings = dict(stage=stage, devices=devices, steps=steps, rows=rows, accumulate=accumulate, seed=seed)
+    settings = dict(stage=stage, devices=devices, steps=steps, rows=rows, accumulate=accumulate, precision=precision)
+    settings |= dict(seed=seed)
     return lambda: run(run_dir, **settings)  # outside the parser, which has its own ways with Ctrl-C and closed pipes
 
 
@@ -240,7 +242,8 @@ class _Bar:
 
 
 def _numbers(line: dict[str, Any]) -> str:
-    return f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s"
+    skipped = "  skipped" if line.get("skipped") else ""
+    return f"loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s{skipped}"
 
 
 def _show_result(result: dict[str, Any], prompt: str):

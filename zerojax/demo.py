@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from zerojax import tables
+from zerojax.config import Precision, ZeroConfig
 
 VOCABULARY = 256  # every byte is a token
 UNIFORM_LOSS = math.log(VOCABULARY)  # of a model that knows nothing
@@ -39,6 +40,7 @@ class RunConfig:
       seed: of the initial parameters, the order of the data and the sampled text.
       width, layers, heads, sequence: the model's size.
       learning_rate: the highest, after warm-up.
+      precision: the short form of a `zerojax.Precision`. With float16 in it the loss is scaled dynamically.
       corpus_bytes: the most that is read as data.
 
     Raises:
@@ -59,6 +61,7 @@ class RunConfig:
     heads: int = 6
     sequence: int = 128
     learning_rate: float = 4e-3
+    precision: str = "c=f32"
     corpus_bytes: int = 8 * 2**20
 
     def __post_init__(self):
@@ -76,6 +79,7 @@ class RunConfig:
                 f"rows={self.rows} cannot be divided over {tables.count(self.devices, 'device')} x {self.accumulate} "
                 f"micro-batches; use a multiple of {parts}, such as {nearest}"
             )
+        Precision.parse(self.precision)
         if self.width % self.heads:
             raise ValueError(f"width={self.width} cannot be divided over heads={self.heads}")
         if self.stage and self.width % self.devices:  # all parameters have a dim of this size
@@ -87,6 +91,13 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         """Bytes that one step predicts."""
         return self.rows * self.sequence
+
+    @property
+    def zero(self) -> ZeroConfig:
+        """What the library is asked for."""
+        dtypes = Precision.parse(self.precision)
+        half = "float16" in (dtypes.param_dtype, dtypes.compute_dtype, dtypes.reduce_dtype)
+        return ZeroConfig(stage=self.stage, accumulate=self.accumulate, precision=dtypes, loss_scale=half)
 
 
 # ---- data ----
@@ -270,8 +281,9 @@ def train(
 
     Args:
       step: from ``make_train_step``.
-      on_step: called once a step with its number, loss, grad_norm and tokens_per_second. A step's numbers are fetched
-        while the next step runs, so that the devices never wait for them.
+      on_step: called once a step with its number, loss, grad_norm and tokens_per_second, and where the loss is scaled
+        loss_scale and skipped. A step's numbers are fetched while the next step runs, so that the devices never wait
+        for them.
 
     >>> def step(state, batch):
     ...     return state + 1, {"loss": 2.0, "grad_norm": 1.0, "step": state + 1}
@@ -289,7 +301,8 @@ def train(
         if number == 0:
             then = time.perf_counter()  # the first call compiles, which is no measure of speed
         if pending is not None:
-            line = {name: float(pending[name]) for name in ("loss", "grad_norm")}  # waits for the step
+            names = [name for name in ("loss", "grad_norm", "loss_scale", "skipped") if name in pending]
+            line = {name: float(pending[name]) for name in names}  # waits for the step
             now = time.perf_counter()
             on_step({"step": number, **line, "tokens_per_second": config.tokens_per_step / (now - then)})
             then = now

@@ -3,8 +3,6 @@
 Tolerance 1e-5 relative: float32 sums in another order. Numbers without another source are those of one device.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,10 +39,12 @@ FACTORS = {
     "tree": ["even", "odd"],
 }
 PAIRS = [tuple(p) for p in AllPairs(list(FACTORS.values()))]
-PRODUCT = [row for row in itertools.product(*FACTORS.values()) if row not in PAIRS]
 
 
-def check_norm(stage, devices, accumulate, explicit, tree):
+@pytest.mark.parametrize(tuple(FACTORS), PAIRS)
+def test_norm_is_that_of_the_whole_mean_gradient(stage, devices, accumulate, explicit, tree):
+    """deepspeedai/DeepSpeed#7837, deepspeedai/DeepSpeed#7749, modelscope/ms-swift#6815, pytorch/torchtitan#766: it
+    depended on stage, rank and accumulation. All combinations of these models are in test_equality.py."""
     params, batch = TREES[tree]
     config = {"stage": stage, "accumulate": accumulate, "allow_whole": True, "mesh": make_mesh(devices, explicit)}
     _, state, step = reference.prepare(params(), IDLE, **config)
@@ -54,19 +54,6 @@ def check_norm(stage, devices, accumulate, explicit, tree):
     assert len(seen) == 1
     assert seen.pop() == pytest.approx(NORM[tree], rel=1e-5)  # one even rank alone has 3.007, the ranks' mean is 3.232
     reference.assert_same(jax.device_get(state.params), jax.device_get(params()))
-
-
-@pytest.mark.parametrize(tuple(FACTORS), PAIRS)
-def test_norm_is_that_of_the_whole_mean_gradient(stage, devices, accumulate, explicit, tree):
-    """deepspeedai/DeepSpeed#7837, pytorch/torchtitan#766: it depended on stage, rank and accumulation."""
-    check_norm(stage, devices, accumulate, explicit, tree)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(tuple(FACTORS), PRODUCT)
-def test_norm_is_that_of_the_whole_mean_gradient_in_full(stage, devices, accumulate, explicit, tree):
-    """deepspeedai/DeepSpeed#7749, modelscope/ms-swift#6815: all combinations."""
-    check_norm(stage, devices, accumulate, explicit, tree)
 
 
 @pytest.mark.parametrize(("tree", "stage", "below"), [

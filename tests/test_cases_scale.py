@@ -47,8 +47,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(tuple(FACTORS), PAIRS)
 def test_accumulation_changes_nothing(stage, accumulate, devices, name):
-    """deepspeedai/DeepSpeed#1107, deepspeedai/DeepSpeed#1488, deepspeedai/DeepSpeed#545, huggingface/transformers#45305:
-    k times too large or too small. All combinations of this model are in test_equality.py."""
+    """deepspeedai/DeepSpeed#1107, deepspeedai/DeepSpeed#1488, deepspeedai/DeepSpeed#545 and
+    huggingface/transformers#45305: k times too large or too small. All combinations are in test_equality.py."""
     batches, tx = [odd_batch(16, seed) for seed in range(3)], OPTIMIZERS[name]
     config = {"stage": stage, "accumulate": accumulate, "mesh": make_mesh(devices), "allow_whole": True}
     state, losses, norms = train_zero(tx, odd_params(), batches, **config)

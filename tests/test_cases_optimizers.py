@@ -306,7 +306,9 @@ def test_multi_steps_with_bfloat16_parameters(inner):
         if i == 0:
             assert_same(jax.device_get(state.params), born)  # the first of two changes nothing
     for name, own in state.opt_state.items():
-        assert {a.dtype.name for a in jax.tree.leaves(own.acc_grads)} == {"float32"}
+        right = jax.eval_shape(optax.MultiSteps(INNER[name](), 2).init, born[name])  # float32 from optax 0.2.8 on
+        ours, right = (jax.tree.leaves(state.acc_grads) for state in (own, right))
+        assert {a.dtype for a in ours} == {a.dtype for a in right}
         assert int(own.gradient_step) == 2
         assert reference.difference(jax.device_get(state.params[name]), born[name]) > 0.05
 

@@ -199,6 +199,7 @@ def test_a_run_shows_its_numbers_and_leaves_its_files(start, tmp_path):
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_run_in_float16_scales_its_loss(start, tmp_path):
     process = start(tmp_path / "run", stage=3, devices=8, steps=3, precision="c=fp16", **TINY)
     out, err = process.communicate(timeout=240)

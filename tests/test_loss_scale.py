@@ -135,7 +135,8 @@ POWERS = {"loss_scale": LossScale(initial=2.0**10, growth_interval=2)}
 
 
 @pytest.mark.parametrize(("case", "stage", "accumulate", "explicit"), [
-    ("even", 0, 2, True), ("masked", 1, 1, False), ("cnn", 2, 2, False), ("nnx_gpt", 3, 2, True), ("odd", 3, 1, False),
+    ("even", 0, 2, True), ("masked", 1, 1, False), ("cnn", 2, 2, False), ("odd", 3, 1, False),
+    pytest.param("nnx_gpt", 3, 2, True, marks=pytest.mark.long),
 ])  # fmt: skip
 @pytest.mark.parametrize("settings", [POWERS, {"skip_nonfinite": True}], ids=["scaled", "skipping"])
 def test_scaling_changes_no_number(case, stage, accumulate, explicit, settings):

@@ -17,9 +17,10 @@ test: $(VENV)/.test ## the ordinary tests (under ten minutes on two cores)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.test ## the ordinary tests and the long ones
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "long or not long" $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not night" $(ARGS)
 
-test-night: $(VENV)/.test ## thousands of random trees, meshes and configurations (an hour or so)
+test-night: $(VENV)/.test ## thousands of random trees, meshes and configurations, every optimizer at every stage
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m night $(ARGS)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/test_properties.py --hypothesis-profile=night $(ARGS)
 
 lint: $(VENV)/.dev ## style and likely mistakes

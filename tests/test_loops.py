@@ -30,7 +30,7 @@ BATCHES = [even_batch(16, seed) for seed in range(3)]
 
 
 def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
+    return pytest.param(*values, marks=pytest.mark.night)
 
 
 def check(loss, stage, tx=SGD, params=None, batches=BATCHES, twin_loss=None, **config):

@@ -104,7 +104,7 @@ def test_optimizers_train_as_on_one_device(stage, part):
     check(names[stage + 4 * part :: 8], stage, ("matrix", "scalar"))
 
 
-@pytest.mark.long
+@pytest.mark.night
 @pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("stage", range(4))
@@ -147,7 +147,7 @@ def local_norm(grads, params):
     return {**grads, "embed": divide(grads["embed"])}
 
 
-@pytest.mark.long
+@pytest.mark.night
 @pytest.mark.parametrize("kind", list(PLAN))
 def test_a_right_transformation_passes_the_check(kind):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-2, mask=by_path))

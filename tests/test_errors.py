@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from reference import even_batch, even_params, loss_fn, make_mesh, odd_params, prepare
 
@@ -222,3 +223,8 @@ def test_arguments_of_the_wrong_kind(call, says):
 def prepared(mesh):
     init_fn, tx = lambda key: even_params(), optax.sgd(0.1)
     return init_fn, tx, zerojax.make_plan(init_fn, tx, mesh)
+
+
+def test_a_module_in_the_place_of_init_fn():
+    with pytest.raises(ValueError, match=r"init_fn is a Dense, a Flax module.*zerojax\.linen\.init_fn"):
+        zerojax.make_plan(nn.Dense(8), optax.sgd(0.1), make_mesh())

@@ -228,6 +228,9 @@ def make_plan(
             "init_fn must be a function of a key, and tx and mesh come after it; for parameters that exist already "
             "write make_plan(lambda key: params, tx, mesh)"
         )
+    if hasattr(init_fn, "init") and hasattr(init_fn, "apply"):
+        raise ValueError(f"init_fn is a {type(init_fn).__name__}, a Flax module; write zerojax.linen.init_fn(module, "
+                         "example inputs)")  # fmt: skip
     mesh = _with_auto_axes(mesh)
     _check_axes(mesh, config)
     _check_compiler(mesh, config)

@@ -86,7 +86,7 @@ def check_transform(tx: optax.GradientTransformation, plan: Plan):
     """Raise a ``ValueError`` unless ``tx`` makes the optimizer state that the plan has places for."""
     with mesh_context(plan.mesh):
         made = jax.eval_shape(tx.init, plan.optimized(plan.abstract_state.params))
-    _check_shapes(made, plan.abstract_state.opt_state, "the optimizer state of tx")
+    _check_shapes(made, plan.abstract_state.opt_state, "the arrays of the optimizer state of tx")
 
 
 def check_state(state: Any, plan: Plan):

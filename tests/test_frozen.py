@@ -372,3 +372,10 @@ def test_patterns_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=words):
             plan(**config)
+
+
+def test_a_pattern_that_is_a_path_means_that_path():
+    params = {"w[1]": jnp.ones((16, 8)), "w1": jnp.ones((8, 16))}
+    config = zerojax.ZeroConfig(frozen="w[1]", overrides={"w[1]": 1})
+    plan = zerojax.make_plan(lambda key: params, optax.adam(1e-3), make_mesh(), config)
+    assert {leaf.path: (leaf.trained, leaf.dim) for leaf in plan.params} == {"w[1]": (False, 1), "w1": (True, 1)}

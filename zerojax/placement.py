@@ -1,6 +1,7 @@
 """The rule: how each array of the train state is placed, and why."""
 
 import dataclasses
+import glob
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def parameter_leaves(params, stacked, base_specs, mesh, config) -> tuple[Leaf, .
     """By the rule, the overrides and the base specs."""
     named = with_paths(params)
     paths = [path for path, _ in named]
+    config = _exact_first(config, paths)
     specs = _base_list(params, base_specs, paths)
     _check_patterns("overrides", config.overrides, paths)
     own = [path for path, leaf in named if is_floating(leaf) and not _is_overwritten(path)]
@@ -189,6 +191,21 @@ def _stack_of(owner: Leaf, path: str, leaf: Any) -> Leaf:
     more, follows = len(leaf.shape) - len(owner.shape), owner.path or "params"
     base, dim = (None,) * more + owner.base, (owner.dim or 0) + more
     return Leaf(path, leaf.shape, leaf.dtype, base, dim, owner.why, follows=follows)
+
+
+def _exact_first(config: ZeroConfig, paths: Sequence[str]) -> ZeroConfig:
+    """A pattern that is itself a path means that path only, also where it holds brackets or stars."""
+
+    def escape(pattern):
+        return glob.escape(pattern) if pattern in paths else pattern
+
+    return dataclasses.replace(
+        config,
+        overrides=tuple((escape(pattern), dim) for pattern, dim in config.overrides),
+        compute_dtypes=tuple((escape(pattern), dtype) for pattern, dtype in config.compute_dtypes),
+        trainable=tuple(map(escape, config.trainable)),
+        frozen=tuple(map(escape, config.frozen)),
+    )
 
 
 # ---- what is trained ----

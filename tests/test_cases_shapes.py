@@ -210,7 +210,11 @@ def flat(loss_and_grads):
 
 @pytest.mark.parametrize(
     ("stage", "reverse", "base"),
-    [pytest.param(1, True, False, marks=pytest.mark.long), (2, False, True), (3, True, False)],
+    [
+        pytest.param(1, True, False, marks=pytest.mark.long),
+        (2, False, True),
+        pytest.param(3, True, False, marks=pytest.mark.long),
+    ],
 )
 def test_what_travels_together_does_not_matter(stage, reverse, base, monkeypatch):
     """deepspeedai/DeepSpeed#2343, deepspeedai/DeepSpeed#6351: results hung on the bucket and the order of leaves."""

@@ -326,7 +326,10 @@ def assert_right_gradients(name: str, config: zerojax.ZeroConfig):
 
 
 AT_STAGE_2 = ["unrolled", "scanned", "one_stack_twice", "tied_embedding"]
-IN_OTHERS = ["mutable_arrays", "rematerialised", "metrics_without_a_gradient"]  # dear ones
+IN_OTHERS = [  # dear ones
+    *("mutable_arrays", "rematerialised", "metrics_without_a_gradient"),
+    *("scanned_twice_and_unrolled", "literals_carried"),
+]
 STRUCTURES = [
     *(pytest.param(3, name, marks=pytest.mark.long if name in IN_OTHERS else ()) for name in LOSSES),
     *(pytest.param(2, name, marks=() if name in AT_STAGE_2 else pytest.mark.long) for name in LOSSES),

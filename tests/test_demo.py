@@ -236,7 +236,7 @@ def test_ctrl_c_is_heard_during_compilation(start, tmp_path):
     out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "Traceback" not in out + err
-    assert "0 of 150 steps done" in out
+    assert "0 of 200 steps done" in out
     assert read(tmp_path)[1]["steps"] == 0
 
 

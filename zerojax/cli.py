@@ -55,7 +55,7 @@ def _root(
 def _train(
     stage: Annotated[int, typer.Option(help="ZeRO's stage, 0 to 3.")] = 3,
     devices: Annotated[int, typer.Option(help="How many devices; simulated on the CPU if there are fewer.")] = 8,
-    steps: Annotated[int, typer.Option(help="Updates to make.")] = 150,
+    steps: Annotated[int, typer.Option(help="Updates to make.")] = 200,
     rows: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 16,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     precision: Annotated[str, typer.Option(help="Dtypes, such as c=bf16; fp16 gets a dynamic loss scale.")] = "c=f32",

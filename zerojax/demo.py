@@ -52,7 +52,7 @@ class RunConfig:
 
     stage: int = 3
     devices: int = 8
-    steps: int = 150
+    steps: int = 200
     rows: int = 16
     accumulate: int = 1
     seed: int = 0

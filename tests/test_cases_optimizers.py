@@ -30,6 +30,8 @@ from reference import (
 import zerojax
 from zerojax import accounting
 
+pytestmark = pytest.mark.night
+
 EVEN = [even_batch(16, seed) for seed in range(3)]
 ODD = [odd_batch(16, seed) for seed in range(5)]
 OTHER_DIMS = {"w1": 0, "w2": 1}  # not those that the plan would choose

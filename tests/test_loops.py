@@ -25,6 +25,8 @@ from reference import (
 
 import zerojax
 
+pytestmark = pytest.mark.night
+
 SGD = optax.sgd(0.1, momentum=0.9)
 BATCHES = [even_batch(16, seed) for seed in range(3)]
 

@@ -28,6 +28,8 @@ import zerojax
 from zerojax import Precision
 from zerojax.precision import round_stochastically
 
+pytestmark = pytest.mark.night
+
 PURE = "p=bf16,c=bf16,rounding=stochastic"
 DTYPES = ["bfloat16", "float16"]
 

@@ -1,13 +1,18 @@
-"""What a step costs: its memory, its collectives (`zerojax.hlo`), and the closed formulas to compare with."""
+"""What a step costs: its memory by what it holds, its collectives, its products; each beside its formula."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import jax
 
-from zerojax import tables
-from zerojax.hlo import Collective, collectives
+from zerojax import buffers, hlo, tables
+from zerojax import collectives as _collectives
+from zerojax.formulas import at_rest_bytes, communication_volume, model_state_bytes  # noqa: F401 (of one subject)
+from zerojax.hardware import Machine
+from zerojax.hlo import Collective, collectives  # noqa: F401
+from zerojax.plan import Plan
+from zerojax.prediction import Prediction, predict
 
 Tree = Any
 
@@ -74,54 +79,6 @@ def live_bytes(tree: Tree) -> dict[jax.Device, int]:  # pyright: ignore[reportIn
     return dict(held)
 
 
-# ---- closed formulas ----
-
-
-def model_state_bytes(parameters: float, devices: int, stage: int) -> float:
-    """Peak bytes per device of parameters, gradients and Adam's state in a step, without activations.
-
-    With 2-byte parameters and gradients in the step and 4-byte parameters and moments at rest (arXiv 1910.02054,
-    section 5). The paper's stage 3 is 16 bytes per parameter over the devices; here it is 14, since the 2-byte
-    parameters are cast from the 4-byte shards and gathered a unit at a time, and no partitioned copy of them is kept.
-    The units in flight come on top.
-
-    >>> [model_state_bytes(7.5e9, 64, stage) / 1e9 for stage in range(4)]
-    [120.0, 31.40625, 16.640625, 1.640625]
-    """
-    _check(stage, devices)
-    whole, shared = ((16, 0), (4, 12), (2, 14), (0, 14))[stage]
-    return parameters * (whole + shared / devices)
-
-
-def at_rest_bytes(parameters: float, devices: int, stage: int) -> float:
-    """Bytes per device of the state between steps: 4-byte parameters and Adam's two moments.
-
-    >>> at_rest_bytes(1000, 8, stage=0), at_rest_bytes(1000, 8, stage=1)
-    (12000.0, 1500.0)
-    """
-    _check(stage, devices)
-    return 12 * parameters / (devices if stage else 1)
-
-
-def communication_volume(parameters: float, stage: int, accumulate: int = 1) -> float:
-    """Elements that each device sends in a step, for many devices (times ``(N - 1) / N`` for N of them).
-
-    >>> [communication_volume(1000, stage, accumulate=4) for stage in range(4)]
-    [2000, 2000, 5000, 12000]
-    """
-    _check(stage)
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r} is not a number of micro-batches; use 1 or more")
-    return parameters * (2, 2, 1 + accumulate, 3 * accumulate)[stage]
-
-
-def _check(stage: int, devices: int = 1):
-    if stage not in range(4):
-        raise ValueError(f"stage={stage!r} is not one of 0, 1, 2, 3")
-    if devices < 1:
-        raise ValueError(f"devices={devices!r} is not a number of devices; use 1 or more")
-
-
 # ---- a step's report ----
 
 
@@ -132,10 +89,16 @@ class Report:
     Attributes:
       memory: bytes while the step runs.
       collectives: in program order.
+      beside: of each of them, whether matrix products are scheduled between its start and its end; empty on CPUs,
+        whose programs do not tell.
+      gradients, gathered: bytes of gradients and of gathered parameters when the temporaries need most, as far as the
+        compiler's record of its buffers tells; ``None`` without a plan or a record.
+      predicted: what plan and loss say, for a step of ``make_train_step``; else ``None``.
+      made: dtypes and shapes of all arrays that the program makes.
 
-    >>> gather = Collective("all-gather", "bf16", elements=2**20, group=8, times=24)
+    >>> gather = Collective("all-gather", "bf16", elements=2**20, group=8, times=24, axis="data")
     >>> print(Report(Memory(2**20, 2**20, 2**18, 2**20), (gather, gather)))
-     memory, a device       bytes
+     memory, a device    compiled
     ------------------------------
      arguments            1.0 MiB
      outputs              1.0 MiB
@@ -143,43 +106,174 @@ class Report:
      donated, in both    -1.0 MiB
      peak                 1.2 MiB
     <BLANKLINE>
-     collective   dtype    elements   devices   times       sent
-    -------------------------------------------------------------
-     all-gather   bf16    1,048,576         8      48   84.0 MiB
-     total                                         48   84.0 MiB
+     collective   dtype    elements   axis   devices   times       sent
+    --------------------------------------------------------------------
+     all-gather   bf16    1,048,576   data         8      48   84.0 MiB
+     total                                                48   84.0 MiB
     """
 
     memory: Memory
     collectives: tuple[Collective, ...]
+    beside: tuple[bool, ...] = ()
+    gradients: int | None = None
+    gathered: int | None = None
+    predicted: Prediction | None = None
+    made: frozenset[tuple[str, tuple[int, ...]]] = field(default=frozenset(), repr=False)
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends in a step."""
         return sum((c.wire_bytes for c in self.collectives), 0.0)
 
+    def overlapped(self, *kinds: str) -> float | None:
+        """Of the bytes that collectives of these kinds (of any kind, if none is named) send, the part that travels
+        while matrix products are scheduled; ``None`` if they send nothing, or the program does not tell."""
+        if not self.beside:
+            return None
+        pairs = zip(self.collectives, self.beside, strict=True)
+        chosen = [(c.wire_bytes, beside) for c, beside in pairs if not kinds or c.kind in kinds]
+        total = sum(sent for sent, _ in chosen)
+        return sum(sent for sent, beside in chosen if beside) / total if total else None
+
+    def held(self, what: Literal["gradients", "gathered"]) -> int:
+        """Bytes of gradients or of gathered parameters; by formula, where the compiler left no record."""
+        compiled = getattr(self, what)
+        return getattr(self.predicted, what, 0) if compiled is None else compiled
+
+    def bound(self, machine: Machine) -> "Bound":
+        """A time that the step cannot beat on this machine; needs a step of ``make_train_step``."""
+        if self.predicted is None:
+            raise ValueError("only for a step of make_train_step is it known how much it computes")
+        moved = self.memory.argument + self.memory.output
+        return Bound.of(self.predicted.flops, moved, self.wire_bytes, machine)
+
+    # ---- assertions for users' own tests ----
+
+    def assert_wire_bytes(self, max: float):
+        """Raise an ``AssertionError`` that names the largest collectives if a device sends more than ``max`` bytes."""
+        if self.wire_bytes > max:
+            raise AssertionError(f"a device sends {self.wire_bytes:,.0f} bytes in a step, more than {max:,.0f}:\n"
+                                 f"{self._collectives()}")  # fmt: skip
+
+    def assert_peak(self, max: float):
+        """Raise an ``AssertionError`` that says what the memory is for if a device needs more than ``max`` bytes."""
+        if self.memory.peak > max:
+            raise AssertionError(f"a device needs {self.memory.peak:,} bytes, more than {max:,.0f}:\n{self._memory()}")
+
+    def assert_no_whole(self, tree: Tree):
+        """Raise an ``AssertionError`` if the program makes an array of the shape of a leaf, in a floating dtype.
+
+        Args:
+          tree: arrays or shapes of which no device must have the whole, such as ``plan.abstract_state.opt_state``.
+        """
+        if not self.made:
+            raise ValueError("this report does not know what the program makes; make it by zerojax.report")
+        shapes = {dims for dtype, dims in self.made if dtype.startswith(("f", "bf"))}
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            if leaf.ndim and tuple(leaf.shape) in shapes:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise AssertionError(f"the program makes an array {list(leaf.shape)}, as large as the whole of {name}")
+
     def to_dict(self) -> dict:
         """Plain numbers and strings, for JSON."""
-        collectives = [asdict(c) | {"bytes": c.bytes, "wire_bytes": c.wire_bytes} for c in self.collectives]
+        beside = self.beside or (False,) * len(self.collectives)
+        rows = [
+            asdict(c) | {"bytes": c.bytes, "wire_bytes": c.wire_bytes, "beside_products": overlapped}
+            for c, overlapped in zip(self.collectives, beside, strict=True)
+        ]
         memory = asdict(self.memory) | {"peak": self.memory.peak}
-        return {"memory": memory, "collectives": collectives, "wire_bytes": self.wire_bytes}
+        parts = {name: {"formula": formula, "compiled": compiled} for name, formula, compiled in self._parts()}
+        return {"memory": memory, "parts": parts, "collectives": rows, "wire_bytes": self.wire_bytes,
+                "predicted": self.predicted and self.predicted.to_dict()}  # fmt: skip
 
     def __str__(self):
+        return f"{self._memory()}\n\n{self._collectives()}{self._products()}"
+
+    def _memory(self) -> str:
         m = self.memory
         names = ("arguments", "outputs", "temporaries", "donated, in both", "peak")
-        sizes = map(tables.size, (m.argument, m.output, m.temp, -m.alias, m.peak))
-        rows = zip(names, sizes, strict=True)
-        return f"{tables.render(('memory, a device', 'bytes'), rows)}\n\n{self._collectives()}"
+        plain = list(zip(names, map(tables.size, (m.argument, m.output, m.temp, -m.alias, m.peak)), strict=True))
+        parts = self._parts()
+        if not parts:
+            return tables.render(("memory, a device", "compiled"), plain)
+        rows = [(name, *map(tables.size, sizes)) for name, *sizes in parts]
+        note = "" if self.gathered is not None else (
+            "\ngradients and gathered parameters by formula: this compiler left no record of single arrays"
+        )  # fmt: skip
+        return tables.render(("memory, a device", "formula", "compiled"), rows) + note
+
+    def _parts(self) -> list[tuple[str, int, int]]:
+        """What memory is for: by formula, and in the compiled program at the moment when it needs most."""
+        p = self.predicted
+        if p is None:
+            return []
+        state = [("parameters", p.parameters), ("optimizer state", p.optimizer), ("rest of the state", p.other)]
+        known = [(name, size, size) for name, size in (*state, ("batch", p.batch))]
+        known += [("gradients", p.gradients, self.held("gradients"))]
+        known += [("gathered parameters", p.gathered, self.held("gathered"))]
+        rest = self.memory.peak - sum(size for *_, size in known)
+        return [*known, ("activations and the rest", p.activations, rest), ("peak", p.peak, self.memory.peak)]
 
     def _collectives(self) -> str:
-        times: Counter = Counter()
-        for c in self.collectives:
-            times[replace(c, times=1)] += c.times
+        groups: dict[Collective, list[float]] = {}
+        for c, beside in zip(self.collectives, self.beside or (False,) * len(self.collectives), strict=True):
+            group = groups.setdefault(replace(c, times=1), [0, 0.0])
+            group[0] += c.times
+            group[1] += c.wire_bytes * beside
         rows = [
-            (c.kind, c.dtype, f"{c.elements:,}", str(c.group), f"{n:,}", tables.size(n * c.wire_bytes))
-            for c, n in times.items()
-        ]
-        rows.append(("total", "", "", "", f"{sum(times.values()):,}", tables.size(self.wire_bytes)))
-        return tables.render(("collective", "dtype", "elements", "devices", "times", "sent"), rows)
+            [c.kind, c.dtype, f"{c.elements:,}", c.axis, str(c.group), f"{n:,.0f}", tables.size(n * c.wire_bytes),
+             _share(beside, n * c.wire_bytes)] for c, (n, beside) in groups.items()
+        ]  # fmt: skip
+        times, beside = (sum(numbers) for numbers in zip(*groups.values(), strict=True)) if groups else (0, 0.0)
+        total = ("", "", "", "", f"{times:,.0f}", tables.size(self.wire_bytes), _share(beside, self.wire_bytes))
+        columns = ("collective", "dtype", "elements", "axis", "devices", "times", "sent", "beside products")
+        unknown = {"beside products"} if not self.beside else set()
+        unknown |= {"axis"} if not any(c.axis for c in self.collectives) else set()
+        shown = [n for n, name in enumerate(columns) if name not in unknown]
+        cells = [[row[n] for n in shown] for row in (*rows, ("total", *total))]
+        return tables.render([columns[n] for n in shown], cells)
+
+    def _products(self) -> str:
+        p = self.predicted
+        if p is None:
+            return ""
+        return (f"\n\nsent by formula: {tables.size(p.wire_bytes)}"
+                f"\nmatrix products: {p.flops:.4g} operations a device")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that a step takes at least, were each of three things all that it does, at its peak rate.
+
+    Attributes:
+      compute: matrix products at the rate of bf16.
+      memory: arguments read and results written once.
+      links: what a device sends, in a ring over the slowest links that it must pass.
+
+    >>> from zerojax.hardware import machine
+    >>> Bound.of(flops=989.4e12, moved=3352e9, wire=900e9, machine=machine("h100:8"))
+    Bound(compute=1.0, memory=1.0, links=2.0)
+    """
+
+    compute: float
+    memory: float
+    links: float
+
+    @classmethod
+    def of(cls, flops: float, moved: float, wire: float, machine: Machine) -> "Bound":
+        """For operations, bytes to and from memory, and bytes sent, of one device."""
+        one = machine.accelerator
+        return cls(flops / one.flops, moved / one.memory_bandwidth, wire / machine.bandwidth)
+
+    @property
+    def seconds(self) -> float:
+        """The largest of the three, which may run beside each other."""
+        return max(self.compute, self.memory, self.links)
+
+    @property
+    def by(self) -> str:
+        """Which of them it is."""
+        return max(asdict(self), key=asdict(self).__getitem__)
 
 
 def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Report:
@@ -202,7 +296,20 @@ def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Re
     text = compiled.as_text()
     if text is None:
         raise ValueError("this backend does not show what it compiled, so collectives cannot be counted")
-    return Report(memory(compiled), tuple(collectives(text)))
+    plan: Plan | None = getattr(step, "plan", None)
+    loss_fn = getattr(step, "loss_fn", None)
+    mesh = plan.mesh if plan else _mesh(arguments)
+    seen = hlo.overlap(text, dict(mesh.shape) if mesh else None)
+    gradients, gathered = _held(compiled, plan) if plan else (None, None)
+    return Report(
+        memory(compiled),
+        tuple(one.collective for one in seen),
+        tuple(one.overlapped for one in seen) if hlo.is_scheduled(text) else (),
+        gradients,
+        gathered,
+        predict(loss_fn, plan, batch) if plan and loss_fn else None,
+        hlo.made(text),
+    )
 
 
 def _compile(lowered: jax.stages.Lowered, arguments: Tree) -> jax.stages.Compiled:
@@ -216,3 +323,47 @@ def _compile(lowered: jax.stages.Lowered, arguments: Tree) -> jax.stages.Compile
     else:
         platform = jax.default_backend()
     return lowered.compile(compiler_options=_CPU_OPTIONS if platform == "cpu" else None)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}".replace("%", " %") if whole else "-"
+
+
+def _mesh(arguments: Tree) -> Any:
+    """The mesh on which the arguments lie, if it is one."""
+    found = {getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(arguments)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _held(compiled: jax.stages.Compiled, plan: Plan) -> tuple[int | None, int | None]:
+    """Bytes of gradients and of gathered parameters when the temporaries of a program need most.
+
+    Parameters are known by the named scope in which they are gathered; gradients by that in which they are reduced, or
+    by their shape, that of a trained parameter or of a part of it.
+    """
+    stats = compiled.memory_analysis()
+    record = getattr(stats, "serialized_buffer_assignment_proto", None)
+    runtime: Any = compiled.runtime_executable()
+    modules = runtime.hlo_modules() if record and runtime else []
+    if not record or len(modules) != 1:
+        return None, None
+    found = buffers.at_the_peak(record, modules[0].as_serialized_hlo_module_proto())
+    shapes = _gradient_shapes(plan)
+    gathered = sum(buffer.bytes for buffer in found if _collectives.GATHERED in buffer.scope)
+    others = [buffer for buffer in found if _collectives.GATHERED not in buffer.scope]
+    return sum(b.bytes for b in others if _collectives.REDUCED in b.scope or _flat(b.dims) in shapes), gathered
+
+
+def _gradient_shapes(plan: Plan) -> set[tuple[int, ...]]:
+    """Of trained parameters, whole and in part, of layers and of stacks of them; of more than a few numbers."""
+    shapes = set()
+    for leaf in plan.wire:
+        whole = leaf.shape
+        part = tuple(n // plan.devices if dim == leaf.dim else n for dim, n in enumerate(whole))
+        shapes.update(_flat(shape) for shape in (whole, part, whole[1:], part[1:]) if leaf.trained and len(shape) > 1)
+    return shapes
+
+
+def _flat(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without dims of one, in order of size: compilers transpose."""
+    return tuple(sorted(n for n in dims if n > 1))

@@ -1,7 +1,9 @@
 """The ``zerojax`` command: thin printing over the library, which it imports late, so that help comes at once."""
 
 import contextlib
+import dataclasses
 import io
+import json
 import logging
 import os
 import signal
@@ -66,6 +68,31 @@ def _train(
     settings = dict(stage=stage, devices=devices, steps=steps, rows=rows, accumulate=accumulate, precision=precision)
     settings |= dict(seed=seed)
     return lambda: run(run_dir, **settings)  # outside the parser, which has its own ways with Ctrl-C and closed pipes
+
+
+@app.command("plan")
+def _plan(
+    model: Annotated[str, typer.Argument(help="A name such as gpt3-175b (any other word lists them); gpt or llama with "
+                                              "sizes; or module:function returning (init_fn, loss_fn, tx, batch).")],
+    on: Annotated[str, typer.Option(help="h100:8, h200:64, a100-80gb:16, v5p:4x4x8, ...")] = "h100:8",
+    stage: Annotated[int | None, typer.Option(help="One stage.", show_default="all")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of a device in a micro-batch.", show_default="1")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    precision: Annotated[str, typer.Option(help="Dtypes.")] = "c=bf16",
+    exact: Annotated[bool, typer.Option("--exact", help="Ask the compiler of these accelerators.")] = False,
+    find: Annotated[str | None, typer.Option(help="batch, devices or stage: search what fits.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    width: int | None = None,
+    layers: int | None = None,
+    heads: int | None = None,
+    vocabulary: int | None = None,
+    sequence: int | None = None,
+    remat: Annotated[bool | None, typer.Option(help="Blocks computed again in backward.", show_default="yes")] = None,
+):  # fmt: skip
+    """What each stage of a model needs on accelerators that need not be there: memory, communication, time."""
+    sizes = dict(width=width, layers=layers, heads=heads, vocabulary=vocabulary, sequence=sequence, remat=remat)
+    setting = dict(on=on, rows=rows, accumulate=accumulate, precision=precision)
+    return lambda: plan(model, sizes, setting, stage, exact, find, json_file)
 
 
 def main(arguments: list[str] | None = None):
@@ -193,6 +220,64 @@ def _follow(trial: "Trial", view: "_Lines | _Bar", folder: RunFolder) -> int:
         view.close()
         print("interrupted; writing what was reached", file=sys.stderr)
         return 130
+
+
+# ---- plan ----
+
+
+def plan(
+    model: str, sizes: dict[str, Any], setting: dict[str, Any], stage: int | None = None, exact: bool = False,
+    find: str | None = None, json_file: Path | None = None,
+) -> int:  # fmt: skip
+    """Show what the stages of a model need; see ``zerojax plan --help``.
+
+    Returns:
+      The exit code: 0, or 1 if a search found nothing that fits.
+    """
+    status = Console(stderr=True).status("starting JAX ...")
+    with _mistakes(), status:
+        answers, lines = background.call(
+            lambda tell: _answers(tell, model, sizes, setting, stage, exact, find), lambda text: status.update(text)
+        )
+    from zerojax import planning
+
+    if answers:
+        print(f"{planning.table(answers)}\n\n{planning.notes(answers)}")
+    print("\n".join(lines))
+    if json_file:
+        json_file.write_text(json.dumps([one.to_dict() for one in answers], indent=1) + "\n")
+    return 0 if answers else 1
+
+
+def _answers(tell, model, sizes, setting, stage, exact, find) -> tuple[list[Any], list[str]]:
+    """Answers to show, and lines to print below them."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; a compiler for absent devices needs no others
+    from zerojax import hardware, planning
+
+    workload, own_rows = planning.workload(model, sizes)
+    machine = hardware.machine(setting.pop("on"))
+    rows = setting.pop("rows") or max(1, own_rows // (machine.devices * setting["accumulate"]))
+    base = planning.Setting(machine, rows, **setting)
+    chosen = range(4) if stage is None else (stage,)
+
+    def ask(setting, exact=exact):
+        by = "compiling" if exact else "tracing"
+        tell(f"{by} stage {setting.stage} on {setting.machine.name}, {tables.count(setting.rows, 'row')} a device ...")
+        return planning.answer(workload, setting, exact)
+
+    if find is None:
+        return [ask(dataclasses.replace(base, stage=one)) for one in chosen], []
+    found = {}
+    for one in (3,) if find == "stage" else chosen:
+        start, guess = dataclasses.replace(base, stage=one), 1
+        if exact and find == "batch":  # the formula is near, and costs nothing
+            best = planning.find(find, lambda s: ask(s, exact=False), start).best
+            guess = best.setting.rows if best else 1
+        found[one] = planning.find(find, ask, start, guess)
+    lines = ["", *(planning.told(find, one, result) for one, result in found.items())]
+    return [result.best for result in found.values() if result.best], lines
 
 
 # ---- what is shown ----

@@ -15,6 +15,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from zerojax.contracts import Tree
 from zerojax.placement import Leaf
 
+# Named scopes, by which the compiled program's arrays are known.
+GATHERED, REDUCED = "zerojax_gathered", "zerojax_reduced"
+
 TOGETHER_BELOW = 2**16  # elements; larger leaves travel alone, without being copied into a common buffer
 
 

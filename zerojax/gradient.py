@@ -149,8 +149,9 @@ def _weighed(grads: list[jax.Array], leaves: Sequence[Leaf], divisor: jax.Array,
 def _reduced(grads: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
     """Sums over the devices, of partitioned leaves this device's shard, in ``reduce_dtype``."""
     dtype, pairs = plan.config.precision.reduce_dtype, zip(grads, leaves, strict=True)
-    sent = [g if leaf.overwritten else g.astype(dtype) for g, leaf in pairs]
-    return collectives.reduce_scatter(sent, leaves, plan.axes)
+    with jax.named_scope(collectives.REDUCED):
+        sent = [g if leaf.overwritten else g.astype(dtype) for g, leaf in pairs]
+        return collectives.reduce_scatter(sent, leaves, plan.axes)
 
 
 def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
@@ -185,9 +186,10 @@ def whole_params(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) ->
     The shards are cast just before they travel: sooner, all of them would be held in both dtypes; later, the larger one
     would travel.
     """
-    sent = [_sent(shard, leaf) for shard, leaf in zip(shards, leaves, strict=True)]
-    whole = collectives.gather(sent, leaves, plan.axes)
-    return [array.astype(leaf.compute_dtype) for array, leaf in zip(whole, leaves, strict=True)]
+    with jax.named_scope(collectives.GATHERED):
+        sent = [_sent(shard, leaf) for shard, leaf in zip(shards, leaves, strict=True)]
+        whole = collectives.gather(sent, leaves, plan.axes)
+        return [array.astype(leaf.compute_dtype) for array, leaf in zip(whole, leaves, strict=True)]
 
 
 def _sent(shard: jax.Array, leaf: Leaf) -> jax.Array:

@@ -6,7 +6,7 @@ It is the program of one device; all sizes are of what that device holds or send
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class Collective:
       elements: of the whole side: a gather's result, a reduce-scatter's operand; else operand and result are equal.
       group: devices that take part with this one, itself included; for a permute, all that send or receive.
       times: how often it runs in a step.
+      axis: the mesh axes along which its group lies, joined by "+"; "" if the mesh is not known, or it follows none.
 
     >>> c = Collective("all-gather", "bf16", elements=1024, group=8, times=24)
     >>> c.bytes, c.total_bytes, c.wire_bytes
@@ -35,6 +36,7 @@ class Collective:
     elements: int
     group: int
     times: int = 1
+    axis: str = ""
 
     @property
     def bytes(self) -> int:
@@ -55,7 +57,7 @@ class Collective:
         return 2 * sent if self.kind == "all-reduce" else sent
 
 
-def collectives(hlo_text: str) -> list[Collective]:
+def collectives(hlo_text: str, axes: Mapping[str, int] | None = None) -> list[Collective]:
     """The collectives of a compiled program (``compiled.as_text()``), in program order.
 
     One in a loop stands once and counts as often as the loop runs, one in nested loops likewise. An asynchronous one
@@ -63,6 +65,9 @@ def collectives(hlo_text: str) -> list[Collective]:
     its arrays per dtype. On TPU a reduce-scatter may stand as a fusion of all-reduce and slice, and a gather be
     repeated in the fusions that it runs beside: they count as one reduce-scatter (padded, as TPU sends it) and one
     gather. Left out: ``ragged-all-to-all``, ``collective-broadcast``, ``send``, ``recv``, and what kernels send.
+
+    Args:
+      axes: the mesh's axes and their sizes, in the order of its devices (``dict(mesh.shape)``).
 
     Raises:
       ValueError: if a loop has collectives, and nothing in the program says how often it runs.
@@ -72,9 +77,30 @@ def collectives(hlo_text: str) -> list[Collective]:
     ...   %x = f32[4]{0} parameter(0)
     ...   ROOT %g = f32[32]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
     ... }''')
-    [Collective(kind='all-gather', dtype='f32', elements=32, group=8, times=1)]
+    [Collective(kind='all-gather', dtype='f32', elements=32, group=8, times=1, axis='')]
     """
-    return [seen.collective for seen in overlap(hlo_text)]
+    return [seen.collective for seen in overlap(hlo_text, axes)]
+
+
+def made(hlo_text: str) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every array that instructions of a program make; those inside of fusions are never stored.
+
+    >>> sorted(made("ENTRY %m () -> f32[2] {\\n  ROOT %c = (f32[2]{0}, s32[]) custom-call()\\n}"))
+    [('f32', (2,)), ('s32', ())]
+    """
+    program, found = _Program(hlo_text), set()
+    for name, instructions in program.computations.items():
+        if name in program.fused:
+            continue
+        for i in instructions:
+            if i.opcode not in ("parameter", "get-tuple-element"):
+                found.update(re.findall(r"([a-z]\w*)\[([\d,]*)\]", i.shape))
+    return frozenset((dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in found)
+
+
+def is_scheduled(hlo_text: str) -> bool:
+    """Whether the program starts collectives and ends them elsewhere, so that its text tells what runs beside them."""
+    return "-start(" in hlo_text or "async_collective" in hlo_text
 
 
 class Seen(NamedTuple):
@@ -84,7 +110,7 @@ class Seen(NamedTuple):
     overlapped: bool
 
 
-def overlap(hlo_text: str) -> list[Seen]:
+def overlap(hlo_text: str, axes: Mapping[str, int] | None = None) -> list[Seen]:
     """The collectives of a compiled program as `collectives`, and what of them runs beside matrix products.
 
     The text of a GPU or TPU program is its schedule: what stands between a collective's start and its end runs while
@@ -102,7 +128,7 @@ def overlap(hlo_text: str) -> list[Seen]:
     >>> [(one.collective.kind, one.overlapped) for one in seen]
     [('all-gather', True)]
     """
-    program = _Program(hlo_text)
+    program = _Program(hlo_text, axes)
     if program.entry is None:
         raise ValueError("this text has no ENTRY computation: give as_text() of a compiled program")
     return list(program.collectives(program.entry))
@@ -130,7 +156,8 @@ class _Instruction(NamedTuple):
 class _Program:
     """The text of a program, cut into computations and instructions."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, axes: Mapping[str, int] | None = None):
+        self._axes = dict(axes or {})
         header = text[: text.find("\n", text.find("HloModule"))]
         self.devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
         self.computations: dict[str, list[_Instruction]] = {}
@@ -138,6 +165,13 @@ class _Program:
         self._found: dict[str, tuple[Seen, ...]] = {}
         self._products: dict[str, bool] = {}
         self._read(text)
+        self.fused = {
+            name
+            for instructions in self.computations.values()
+            for i in instructions
+            if i.opcode == "fusion"
+            for name in i.called("calls")
+        }
         self._loops = {
             name: (i, within)
             for within, instructions in self.computations.items()
@@ -200,8 +234,8 @@ class _Program:
             kind = "reduce-scatter"  # TPU's fusion; its all-reduce has the shape of the whole
         elif kind == "reduce-scatter":
             counts = {dtype: n * group for dtype, n in counts.items()}
-        beside = self._is_overlapped(i, within)
-        return [Seen(Collective(kind, dtype, n, group), beside) for dtype, n in counts.items()]
+        beside, axis = self._is_overlapped(i, within), self._axis(i)
+        return [Seen(Collective(kind, dtype, n, group, axis=axis), beside) for dtype, n in counts.items()]
 
     def _is_overlapped(self, start: _Instruction, within: str) -> bool:
         """Whether a matrix product stands between the start of a collective and its end."""
@@ -251,6 +285,17 @@ class _Program:
         lists = re.search(r"replica_groups=\{([{}\d,\s]*)\}", i.attributes)
         groups = re.findall(r"\{([^{}]*)\}", lists.group(1)) if lists else []
         return max((len(re.findall(r"\d+", g)) for g in groups), default=0) or self.devices
+
+    def _axis(self, i: _Instruction) -> str:
+        if not self._axes:
+            return ""
+        if mesh := re.search(r"replica_groups=mesh\[[^\]]*\].*? \{([^}]*)\}", i.attributes):
+            names = re.findall(r"'?([^',:]+)'?(?::\(\d+\)\d+)?(?=,|$)", mesh.group(1))
+            if set(names) <= set(self._axes):
+                return "+".join(names)
+            if self._group(i) != self.devices:  # XLA's own axes
+                return ""
+        return _along(_members(i.attributes, self.devices), self._axes)
 
     # A TPU program has no known_trip_count: read `i < bound` from the condition, the step from the body, and the
     # first value from where the loop is entered.
@@ -343,6 +388,31 @@ def _chain(i: _Instruction) -> str | None:
     """The chain of fusions over which a TPU's asynchronous collective runs."""
     found = re.search(r'chain_id="?(\d+)', i.attributes)
     return found.group(1) if found else None
+
+
+def _members(attributes: str, devices: int) -> list[int]:
+    """The devices of the first group of a collective; of a permute, the first that sends and who receives it."""
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        sizes = [int(n) for n in iota.group(3).split(",")]
+        order = [int(n) for n in iota.group(4).split(",")] if iota.group(4) else range(len(sizes))
+        strides = [math.prod(sizes[n + 1 :]) for n in range(len(sizes))]
+        numbers = [0]
+        for dim in order:  # the last dim changes first
+            numbers = [number + strides[dim] * n for number in numbers for n in range(sizes[dim])]
+        return numbers[: int(iota.group(2))]
+    lists = re.search(r"(?:replica_groups|source_target_pairs)=\{\s*\{([\d,\s]*)\}", attributes)
+    return [int(n) for n in re.findall(r"\d+", lists.group(1))] if lists else list(range(devices))
+
+
+def _along(members: list[int], axes: Mapping[str, int]) -> str:
+    """The axes along which these devices of a mesh differ."""
+    names = []
+    stride = math.prod(axes.values())
+    for name, size in axes.items():
+        stride //= size
+        if len({member // stride % size for member in members}) > 1:
+            names.append(name)
+    return "+".join(names)
 
 
 def _wire_bytes(seen: Iterable[Seen]) -> float:

@@ -29,12 +29,14 @@ class Step:
       plan: what the state must fit.
       micro_batches: into how many parts each device's rows are divided.
       jitted: the function under ``jax.jit``.
+      loss_fn: what is differentiated, if anything is.
       watch: raises if training is stuck.
     """
 
     plan: Plan
     micro_batches: int
     jitted: Any
+    loss_fn: Callable | None = None
     watch: Watch | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __call__(self, state: TrainState, batch: Tree) -> Any:
@@ -117,7 +119,7 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
         out_shardings=(placed, plan.replicated),
         compiler_options=plan.compiler_options,
     )
-    return Step(plan, plan.config.accumulate, jitted, Watch(scaling) if scaling else None)
+    return Step(plan, plan.config.accumulate, jitted, loss_fn, Watch(scaling) if scaling else None)
 
 
 def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Callable:

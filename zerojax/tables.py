@@ -30,6 +30,16 @@ def size(bytes: float) -> str:
     return text
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people, with three digits.
+
+    >>> duration(0.0421), duration(27.909), duration(1234)
+    ('42.1 ms', '27.9 s', '1,234 s')
+    """
+    value, unit = (seconds * 1000, "ms") if seconds < 1 else (seconds, "s")
+    return f"{value:,.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
 def count(number: int, noun: str) -> str:
     """A number of things, for people.
 

@@ -6,7 +6,6 @@ be made for hundreds of accelerators on a laptop.
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-GIB = 2**30
+from zerojax.hardware import Machine, machine
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class _Gpu:
       shared: bytes of shared memory of one; a block of threads may use all but 1 KiB.
       clock: GHz, at most.
       cache: bytes of the second-level cache.
-      bandwidth: bytes per second of the memory.
-      memory: bytes that a program can use.
       capability: the compute capability.
       links: NVLinks.
     """
@@ -41,8 +38,6 @@ class _Gpu:
     shared: int
     clock: float
     cache: int
-    bandwidth: int
-    memory: int
     capability: tuple[int, int]
     links: int
 
@@ -50,13 +45,11 @@ class _Gpu:
 _HOPPER = {"cores": 132, "lanes": 128, "shared": 228 << 10, "clock": 1.98, "cache": 50 << 20, "capability": (9, 0)}
 _AMPERE = {"cores": 108, "lanes": 64, "shared": 164 << 10, "clock": 1.41, "cache": 40 << 20, "capability": (8, 0)}
 _GPUS = {
-    "a100-40gb": _Gpu("NVIDIA A100-SXM4-40GB", **_AMPERE, bandwidth=1_555_000_000_000, memory=42_400_000_000, links=12),
-    "a100-80gb": _Gpu("NVIDIA A100-SXM4-80GB", **_AMPERE, bandwidth=2_039_000_000_000, memory=84_900_000_000, links=12),
-    "h100": _Gpu("NVIDIA H100 80GB HBM3", **_HOPPER, bandwidth=3_352_000_000_000, memory=84_942_979_072, links=18),
-    "h200": _Gpu("NVIDIA H200", **_HOPPER, bandwidth=4_800_000_000_000, memory=151_397_597_184, links=18),
+    "a100-40gb": _Gpu("NVIDIA A100-SXM4-40GB", **_AMPERE, links=12),
+    "a100-80gb": _Gpu("NVIDIA A100-SXM4-80GB", **_AMPERE, links=12),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", **_HOPPER, links=18),
+    "h200": _Gpu("NVIDIA H200", **_HOPPER, links=18),
 }
-_GPUS_A_HOST = 8
-_TPU_MEMORY = {"v5e": 16 * GIB, "v5p": 95 * GIB, "v6e": 32 * GIB}
 
 
 @dataclass(frozen=True)
@@ -115,29 +108,25 @@ def target(name: str) -> Target:
     ...
     ValueError: 'h100:three' is no target; write for example 'h100:8', 'a100-80gb:64', 'v5e:4x4' or 'v5p:2x2x4' ...
     """
-    kind, _, size = str(name).partition(":")
-    if kind in _GPUS and re.fullmatch("[1-9][0-9]*", size):
-        return _gpus(name, _GPUS[kind], int(size))
-    chips = "[1-9][0-9]*"
-    if kind in _TPU_MEMORY and re.fullmatch("x".join([chips] * (3 if kind == "v5p" else 2)), size):
-        return _tpus(name, kind, tuple(int(n) for n in size.split("x")))
-    known = ", ".join([*_GPUS, *_TPU_MEMORY])
-    raise ValueError(
-        f"{name!r} is no target; write for example 'h100:8', 'a100-80gb:64', 'v5e:4x4' or 'v5p:2x2x4' (known: {known})"
-    )
+    found = machine(name)
+    return _gpus(found) if found.accelerator.platform == "gpu" else _tpus(found)
 
 
-def _gpus(name: str, gpu: _Gpu, count: int) -> Target:
-    hosts, rest = divmod(count, _GPUS_A_HOST)
+def _gpus(wanted: Machine) -> Target:
+    name, host = wanted.name, wanted.accelerator.host
+    if wanted.kind not in _GPUS:
+        raise ValueError(f"{name!r}: XLA's compiler does not know this GPU any more; there are formulas for it only")
+    hosts, rest = divmod(wanted.devices, host)
     if hosts and rest:
-        raise ValueError(f"{name!r}: more than one host of {_GPUS_A_HOST} GPUs must be whole hosts, such as "
-                         f"{(hosts + 1) * _GPUS_A_HOST}")  # fmt: skip
-    topology = f"1x{hosts}x{_GPUS_A_HOST}" if hosts else f"1x1x{rest}"
-    devices = _devices("cuda", "gpu-target", topology_name="", target_config=_config(gpu), topology=topology)
-    return Target(name, "gpu", devices, (count,), gpu.memory)
+        raise ValueError(f"{name!r}: more than one host of {host} GPUs must be whole hosts, such as "
+                         f"{(hosts + 1) * host}")  # fmt: skip
+    topology = f"1x{hosts}x{host}" if hosts else f"1x1x{rest}"
+    devices = _devices("cuda", "gpu-target", topology_name="", target_config=_config(wanted), topology=topology)
+    return Target(name, "gpu", devices, wanted.grid, wanted.accelerator.memory_bytes)
 
 
-def _tpus(name: str, kind: str, grid: tuple[int, ...]) -> Target:
+def _tpus(wanted: Machine) -> Target:
+    name, grid = wanted.name, wanted.grid
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks the network which TPU this machine has
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process at a time, as with a TPU that is there
     devices = _devices("tpu", "tpu-target", topology_name=name)
@@ -145,7 +134,7 @@ def _tpus(name: str, kind: str, grid: tuple[int, ...]) -> Target:
         raise ValueError(f"{name} has {len(devices)} devices, two a chip; this is not supported")
     # Coordinates are (x, y, z); the last direction of the grid changes first.
     ordered = sorted(devices, key=lambda d: tuple(d.coords))
-    return Target(name, "tpu", tuple(ordered), tuple(n for n in grid if n > 1) or (1,), _TPU_MEMORY[kind])
+    return Target(name, "tpu", tuple(ordered), tuple(n for n in grid if n > 1) or (1,), wanted.accelerator.memory_bytes)
 
 
 def _devices(platform: str, extra: str, **options: Any) -> tuple[Any, ...]:
@@ -160,8 +149,9 @@ def _devices(platform: str, extra: str, **options: Any) -> tuple[Any, ...]:
         raise ValueError(f"the {platform} compiler does not know this target: {error}") from error
 
 
-def _config(gpu: _Gpu) -> str:
+def _config(wanted: Machine) -> str:
     """The description that XLA reads (GpuTargetConfigProto as text)."""
+    gpu, facts = _GPUS[wanted.kind], wanted.accelerator
     major, minor = gpu.capability
     return f"""
 gpu_device_info {{
@@ -172,7 +162,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {gpu.bandwidth} l2_cache_size: {gpu.cache} device_memory_size: {gpu.memory}
+  memory_bandwidth: {facts.memory_bandwidth:.0f} l2_cache_size: {gpu.cache} device_memory_size: {facts.memory_bytes}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   device_vendor: "NVIDIA Corporation" name: "{gpu.label}"
   driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"

@@ -5,7 +5,7 @@ WORKERS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-night lint types bench clean
+.PHONY: help demo test test-all test-night lint types docs bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ lint: $(VENV)/.dev ## style and likely mistakes
 types: $(VENV)/.dev ## static types
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
+docs: $(VENV)/.docs ## the documentation, in build/docs
+	$(VENV)/bin/python -m sphinx --quiet --nitpicky --fail-on-warning --keep-going -d build/doctrees docs build/docs
+
 bench: $(VENV)/.demo ## time and memory of the stages
 	$(VENV)/bin/python benchmarks/steps.py $(ARGS)
 
@@ -38,7 +41,7 @@ clean: ## remove the environment and all caches; runs/ stays
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One mark for each extra, made again when pyproject.toml changes.
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: pyproject.toml $(VENV)/.made
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: pyproject.toml $(VENV)/.made
 	@echo "Installing zerojax[$*] into $(VENV); the first time this takes a minute or more"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Flax linen: `TrainState` and ``apply_gradients`` as users have them, partitioned."""
+"""Flax linen: ``TrainState`` and ``apply_gradients`` as users have them, partitioned."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tr
     """``key -> params`` for a linen module, or ``key -> Variables`` if it has other collections (``batch_stats``).
 
     With fp8 operations (`flax.linen.fp8_ops`) the parameters are ``{"params": ..., "_overwrite_with_gradient": ...}``,
-    as `TrainState` has them, which ``model.apply`` takes as they are.
+    as ``TrainState`` has them, which ``model.apply`` takes as they are.
 
     Args:
       model: the module; ``model.init(key, *inputs, **kwargs)`` is run inside ``jit``.
@@ -50,13 +50,13 @@ def create_train_state(
     state_class: type[TrainState] = TrainState,
     **fields: Any,
 ) -> TrainState:
-    """Flax's `TrainState`, born partitioned; stands where ``TrainState.create`` stood.
+    """Flax's ``TrainState``, born partitioned; stands where ``TrainState.create`` stood.
 
     Args:
       init_fn, tx, plan, key, params: as for `zerojax.init_state`. ``apply_gradients`` leaves alone what the plan
         does not train.
       apply_fn: usually ``model.apply``.
-      state_class: a subclass of `TrainState`, with ``fields`` for what it adds. If it has a field ``model_state``, it
+      state_class: a subclass of ``TrainState``, with ``fields`` for what it adds. If it has a field ``model_state``, it
         is filled with what ``init_fn`` made beside the parameters.
 
     >>> import jax, jax.numpy as jnp

@@ -11,7 +11,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"zerojax {version}"
 html_show_sourcelink = False
-exclude_patterns = []
 
 default_role = "py:obj"  # `make_plan` in a docstring is a link
 nitpicky = True

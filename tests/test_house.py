@@ -26,7 +26,7 @@ ORDER = [  # a module imports only modules that stand before it
     *("compilers", "placement", "plan", "optimizer"),
     *("collectives", "losses", "jaxprs", "cutting", "passes", "loops", "units", "explanation", "gradient"),
     *("state", "evaluation", "step", "equality", "traces", "prediction", "accounting", "targets"),
-    *("models", "planning"),
+    *("models", "planning", "comparison", "comparison_page"),
     *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),
 ]
 ONLY = {name: set() for name in ("hlo", "buffers", "hardware", "formulas")}  # less than the order would allow

@@ -20,6 +20,10 @@ Tree = Any
 # backends'. As a compile option the older xla_cpu_enable_concurrency_optimized_scheduler is accepted and does nothing.
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
+# XLA's own kernels for sums of a few numbers are for the GPUs of one host. The compiler of jax 0.12 tries to make one
+# for 64 GPUs as well, and ends the process; older ones do not know the option, nor need it.
+_GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_experimental_use_collective_kernels": ""}
+
 
 # ---- memory ----
 
@@ -161,16 +165,18 @@ class Report:
             raise AssertionError(f"a device needs {self.memory.peak:,} bytes, more than {max:,.0f}:\n{self._memory()}")
 
     def assert_no_whole(self, tree: Tree):
-        """Raise an ``AssertionError`` if the program makes an array of the shape of a leaf, in a floating dtype.
+        """Raise an ``AssertionError`` if the program makes an array of the shape of a leaf.
+
+        Its dtype may be another of the same kind: floating, or not. An array that only looks like it counts as well.
 
         Args:
-          tree: arrays or shapes of which no device must have the whole, such as ``plan.abstract_state.opt_state``.
+          tree: arrays or shapes of which no device must have the whole, such as the batch, or stacked layers.
         """
         if not self.made:
             raise ValueError("this report does not know what the program makes; make it by zerojax.report")
-        shapes = {dims for dtype, dims in self.made if dtype.startswith(("f", "bf"))}
+        shapes = {(dtype.startswith(("f", "bf")), dims) for dtype, dims in self.made}
         for path, leaf in jax.tree.leaves_with_path(tree):
-            if leaf.ndim and tuple(leaf.shape) in shapes:
+            if leaf.ndim and (jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating), tuple(leaf.shape)) in shapes:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise AssertionError(f"the program makes an array {list(leaf.shape)}, as large as the whole of {name}")
 
@@ -322,7 +328,13 @@ def _compile(lowered: jax.stages.Lowered, arguments: Tree) -> jax.stages.Compile
             break
     else:
         platform = jax.default_backend()
-    return lowered.compile(compiler_options=_CPU_OPTIONS if platform == "cpu" else None)
+    options = {"cpu": _CPU_OPTIONS, "gpu": _GPU_OPTIONS}.get(platform)
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return lowered.compile()
 
 
 def _share(part: float, whole: float) -> str:

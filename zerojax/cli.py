@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import zerojax
 from zerojax import background, tables
@@ -93,6 +93,20 @@ def _plan(
     sizes = dict(width=width, layers=layers, heads=heads, vocabulary=vocabulary, sequence=sequence, remat=remat)
     setting = dict(on=on, rows=rows, accumulate=accumulate, precision=precision)
     return lambda: plan(model, sizes, setting, stage, exact, find, json_file)
+
+
+@app.command("bench")
+def _bench(
+    steps: Annotated[int, typer.Option(help="Measured steps of each way.")] = 10,
+    devices: Annotated[int, typer.Option(help="Simulated devices.")] = 8,
+    targets: Annotated[str, typer.Option(help="Machines to compile for, with commas; none for none.")] = (
+        "h100:8,h100:64,v5p:2x2x4"
+    ),
+    run_dir: Annotated[Path | None, typer.Option(help="Folder to write.", show_default="runs/bench-<time>")] = None,
+):
+    """No ZeRO against stages 1, 2 and 3: time, memory, communication, largest models. Takes some ten minutes."""
+    names = tuple(name for name in targets.split(",") if name not in ("", "none"))
+    return lambda: bench(dict(steps=steps, devices=devices, targets=names), run_dir)
 
 
 def main(arguments: list[str] | None = None):
@@ -181,15 +195,22 @@ def run(run_dir: Path | str | None = None, **settings: Any) -> int:
 
 def _prepare(settings: dict[str, Any], phase: Callable[[str], None]) -> "Trial":
     phase("starting JAX")
-    try:
+    with _extras("train"):
         from zerojax import demo, trial
+    with _mistakes():
+        return trial.Trial(demo.RunConfig(**settings), phase)
+
+
+@contextlib.contextmanager
+def _extras(command: str):
+    """What a command needs and the library does not may be absent."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in _EXTRAS:
             raise
-        raise _Mistake(f"train needs {name}, which is not installed: pip install 'zerojax[demo]'") from None
-    with _mistakes():
-        return trial.Trial(demo.RunConfig(**settings), phase)
+        raise _Mistake(f"{command} needs {name}, which is not installed: pip install 'zerojax[demo]'") from None
 
 
 @contextlib.contextmanager
@@ -234,11 +255,8 @@ def plan(
     Returns:
       The exit code: 0, or 1 if a search found nothing that fits.
     """
-    status = Console(stderr=True).status("starting JAX ...")
-    with _mistakes(), status:
-        answers, lines = background.call(
-            lambda tell: _answers(tell, model, sizes, setting, stage, exact, find), lambda text: status.update(text)
-        )
+    with _mistakes(), _progress() as show:
+        answers, lines = background.call(lambda tell: _answers(tell, model, sizes, setting, stage, exact, find), show)
     from zerojax import planning
 
     if answers:
@@ -258,13 +276,14 @@ def _answers(tell, model, sizes, setting, stage, exact, find) -> tuple[list[Any]
 
     workload, own_rows = planning.workload(model, sizes)
     machine = hardware.machine(setting.pop("on"))
-    rows = setting.pop("rows") or max(1, own_rows // (machine.devices * setting["accumulate"]))
+    given = setting.pop("rows")
+    rows = max(1, own_rows // (machine.devices * setting["accumulate"])) if given is None else given
     base = planning.Setting(machine, rows, **setting)
     chosen = range(4) if stage is None else (stage,)
 
     def ask(setting, exact=exact):
         by = "compiling" if exact else "tracing"
-        tell(f"{by} stage {setting.stage} on {setting.machine.name}, {tables.count(setting.rows, 'row')} a device ...")
+        tell(f"{by} stage {setting.stage} on {setting.machine.name}, {tables.count(setting.rows, 'row')} a device")
         return planning.answer(workload, setting, exact)
 
     if find is None:
@@ -278,6 +297,35 @@ def _answers(tell, model, sizes, setting, stage, exact, find) -> tuple[list[Any]
         found[one] = planning.find(find, ask, start, guess)
     lines = ["", *(planning.told(find, one, result) for one, result in found.items())]
     return [result.best for result in found.values() if result.best], lines
+
+
+# ---- bench ----
+
+
+def bench(settings: dict[str, Any], run_dir: Path | None = None) -> int:
+    """Compare the stages and write the files; see ``zerojax bench --help``.
+
+    Returns:
+      The exit code, 0.
+    """
+    path = Path(run_dir or Path("runs", datetime.now().strftime("bench-%Y%m%d-%H%M%S")))
+    if path.exists() and any(path.iterdir()):
+        raise _Mistake(f"{path} is not empty; choose another with --run-dir")
+    with _mistakes(), _extras("bench"), _progress() as show:
+        page, written = background.call(lambda tell: _compare(settings, path, tell), show)
+    print(f"{page}\nwrote", *written, sep="\n  ")
+    return 0
+
+
+def _compare(settings: dict[str, Any], path: Path, tell: Callable[[str], None]) -> tuple[str, list[Path]]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", settings["devices"])
+    from zerojax import comparison, comparison_page
+
+    result = comparison.compare(comparison.Settings(**settings), tell)
+    return comparison_page.page(result), comparison_page.write(result, path)
 
 
 # ---- what is shown ----
@@ -324,6 +372,19 @@ class _Bar:
     def close(self):
         self.spinner.stop()
         self.bar.stop()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """``show(text)``: what is done now, beside a spinner and the seconds since the start; in a log, lines."""
+    console, began = Console(stderr=True, highlight=False, markup=False), time.perf_counter()
+    if not console.is_terminal:
+        yield lambda text: print(f"{time.perf_counter() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting JAX")
+        yield lambda text: bar.update(task, description=text)
 
 
 def _numbers(line: dict[str, Any]) -> str:

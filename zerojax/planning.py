@@ -59,6 +59,9 @@ class Setting:
       accumulate: micro-batches a step.
       precision: the short form of a `zerojax.Precision`.
       stage: ZeRO's.
+
+    Raises:
+      ValueError: if rows or micro-batches are fewer than one.
     """
 
     machine: Machine
@@ -66,6 +69,11 @@ class Setting:
     accumulate: int = 1
     precision: str = "c=bf16"
     stage: int = 3
+
+    def __post_init__(self):
+        for name in ("rows", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not 1 or more")
 
     @property
     def total_rows(self) -> int:

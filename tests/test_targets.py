@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import zerojax
-from zerojax import hlo
+from zerojax import hardware, hlo, models, planning
 from zerojax.targets import target
 
 LAYERS, WIDTH, ROWS = 8, 512, 64
@@ -112,3 +112,27 @@ def test_a_compiler_that_is_not_installed(name, extra, monkeypatch):
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", none)
     with pytest.raises(ImportError, match=rf"pip install 'zerojax\[{extra}\]'.*JAX_PLATFORMS=cpu"):
         target(name)
+
+
+# ---- memory of the stages ----
+
+GPT = models.Transformer(width=256, layers=16, heads=2, vocabulary=512, sequence=128)
+TOKENS = jax.ShapeDtypeStruct((GPT.sequence + 1,), jnp.int32)
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", BOTH)
+def test_the_peak_never_rises_with_the_stage(name, accumulate):
+    """By the compiler, and predicted; on GPUs the arguments are what the formula says, TPUs lay arrays out in tiles."""
+    machine, tx = hardware.machine(name), planning.transformer("gpt2").tx
+    workload = planning.Workload("a small GPT", GPT.init, GPT.loss, tx, TOKENS)
+    settings = [planning.Setting(machine, 2, accumulate, stage=stage) for stage in range(4)]
+    answers = [planning.answer(workload, setting, exact=True) for setting in settings]
+    peaks = [one.peak for one in answers]
+    assert peaks == sorted(peaks, reverse=True)
+    for one in answers:
+        p, memory = one.predicted, one.compiled.memory
+        assert memory.argument == pytest.approx(p.at_rest + p.batch, rel=1e-3 if name.startswith("h100") else 0.1)
+        assert one.compiled.wire_bytes == pytest.approx(p.wire_bytes, rel=0.05)
+        assert {c.axis for c in one.compiled.collectives} <= {"data", "data_0", "data_1", "data_0+data_1"}
+        assert one.compiled.beside

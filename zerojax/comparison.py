@@ -129,7 +129,7 @@ def measured(settings: Settings, tell: Tell) -> list[dict[str, Any]]:
 
 
 def _prepare(way: _Way, settings: Settings, batch: Any):
-    model, tx = settings.model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    model, tx = settings.model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     mesh = jax.make_mesh((settings.devices,), ("data",), devices=jax.devices()[: settings.devices])
     config = ZeroConfig(stage=way.stage, accumulate=way.accumulate, remat="unit" if way.remat else None)
     plan = make_plan(model.init, tx, mesh, config)

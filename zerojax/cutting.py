@@ -176,19 +176,17 @@ def cut(program: jaxprs.Program, leaves: Sequence[Leaf]) -> list[Unit]:
         own = [sizes[i] for i in params]
         return sum(own) > TOGETHER_BELOW + max([limit, *own])
 
-    groups: list[list[JaxprEqn]] = [[]]
+    groups: list[list[JaxprEqn]] = []
     used: set[int] = set()
+    closed = True
     for eqn, params in zip(maker.eqns, plain, strict=True):
-        full = used and params - used and is_too_much(used | params)
-        if full or id(eqn) in stacks:
+        own = id(eqn) in stacks
+        if closed or own or (used and params - used and is_too_much(used | params)):
             groups.append([])
             used = set()
         groups[-1].append(eqn)
         used |= params
-        if id(eqn) in stacks:
-            groups.append([])
-            used = set()
-    groups = [group for group in groups if group]
+        closed = own
     wanted = _wanted_of(groups, program.outputs, maker)
     return [maker.unit(group, want, stacks.get(id(group[0]))) for group, want in zip(groups, wanted, strict=True)]
 
@@ -302,27 +300,33 @@ class _Maker:
 
     def _loop(self, eqn: JaxprEqn, scan: jaxprs.Scan, stacks: dict[int, int]) -> Loop:
         program = jaxprs.inline(scan.body, stacks)
-        pairs = list(zip(program.inputs, eqn.invars, strict=True))
-        inputs = {var for var, atom in pairs if _is_in(atom, self.active)}
-        outputs = [a for a, var in zip(program.outputs, eqn.outvars, strict=True) if var in self.active]
-        carried_in = program.inputs[scan.constants : scan.constants + scan.carried]
-        carried_out = program.outputs[: scan.carried]
-        params = [program.inputs[i] for i in stacks]
-        trained = {i for i, number in enumerate(stacks.values()) if number in self.trained}
-        while True:  # what is carried may make more of what is carried depend on parameters, or matter
-            maker = _Maker(program, params, trained, outputs, inputs)
-            moved = {i for i, o in zip(carried_in, carried_out, strict=True) if _is_in(o, maker.moved)}
-            behind = [
-                o for i, o in zip(carried_in, carried_out, strict=True) if i in maker.behind and _is_inexact(i.aval)
-            ]
-            if moved <= inputs and all(isinstance(o, Literal) or o in outputs for o in behind):
-                break
-            inputs |= {var for var in moved if _is_inexact(var.aval)}
-            outputs += behind
-        moving = tuple(n for n, var in enumerate(carried_in) if var in inputs and var in maker.behind)
+        carried = list(zip(program.inputs[scan.constants :], program.outputs[: scan.carried], strict=False))
+        maker, moved = self._turn(eqn, program, carried, stacks)
+        moving = tuple(n for n, (var, _) in enumerate(carried) if var in moved and var in maker.behind)
         made = {var for inner in maker.eqns for var in inner.outvars} | set(maker.roots)
         wanted = [var for var in jaxprs.variables(program.outputs) if var in made]
         return Loop(eqn, scan, stacks, program, maker.unit(maker.eqns, wanted), moving)
+
+    def _turn(
+        self, eqn: JaxprEqn, program: jaxprs.Program, carried: list[tuple[Var, Any]], stacks: dict[int, int]
+    ) -> tuple["_Maker", set[Var]]:
+        """The maker of one turn's unit, and the inputs through which gradients flow.
+
+        What is carried may make more of what is carried depend on parameters, or matter: so until nothing changes.
+        """
+        pairs = zip(program.inputs, eqn.invars, strict=True)
+        moved = {var for var, atom in pairs if _is_in(atom, self.active)}
+        outputs = [a for a, var in zip(program.outputs, eqn.outvars, strict=True) if var in self.active]
+        params = [program.inputs[i] for i in stacks]
+        trained = {i for i, number in enumerate(stacks.values()) if number in self.trained}
+        while True:
+            maker = _Maker(program, params, trained, outputs, moved)
+            more = {i for i, o in carried if _is_in(o, maker.moved)}
+            behind = [o for i, o in carried if i in maker.behind and _is_inexact(i.aval)]
+            if more <= moved and all(isinstance(o, Literal) or o in outputs for o in behind):
+                return maker, moved
+            moved |= {var for var in more if _is_inexact(var.aval)}
+            outputs += behind
 
     def _makers(self, views: Iterable[Var]) -> list[JaxprEqn]:
         """The equations that make these views, in order."""

@@ -1,5 +1,6 @@
 """What gather units share: how parameters and gradients travel, how gradients are summed, what backward keeps."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ class Pass:
 
     def __init__(self, held: Arrays, leaves: Leaves, traffic: Traffic, start: jax.Array):
         self._held, self._leaves, self._traffic = held, leaves, traffic
-        self._done, self._left = [start] * 2, [start] * 3
+        self._done, self._left = deque([start] * 2, maxlen=2), deque([start] * 3, maxlen=3)
 
     @property
     def remat(self) -> Any:
@@ -96,14 +97,14 @@ class Pass:
         """Whole parameters for the next unit."""
         if not self.prefetches:
             return held
-        return self.gather(once_known(self._left[-3], once_known(self._done[-2], held)), leaves)
+        return self.gather(once_known(self._left[0], once_known(self._done[0], held)), leaves)
 
     def paced(self, cotangents: Arrays) -> Arrays:
         """Cotangents for the next unit. Without gathers it is they that wait for gradients to leave.
 
         Else a scheduler puts off the products of the gradients, and all that they are made of stays.
         """
-        return cotangents if self.prefetches else once_known(self._left[-3], cotangents)
+        return cotangents if self.prefetches else once_known(self._left[0], cotangents)
 
     def gather(self, held: Arrays, leaves: Leaves) -> Arrays:
         return self._traffic.gather(held, leaves) if self._traffic.gather and held else held

@@ -305,7 +305,8 @@ def right(name: str):
         return value(LOSSES[name])({**trained, "count": jnp.arange(8)}, b)
 
     parts = [jax.tree.map(lambda a, i=i: a[i], batch_by_device()) for i in range(8)]
-    results = [jax.jit(jax.value_and_grad(f))(trained, part) for part in parts]
+    once = jax.jit(jax.value_and_grad(f))
+    results = [once(trained, part) for part in parts]
     return jax.device_get(jax.tree.map(lambda *a: sum(a) / 8, *results))
 
 

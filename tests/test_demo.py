@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import make_mesh
 
 import zerojax
 
@@ -124,6 +125,37 @@ def test_sampled_text_cannot_command_a_terminal():
     shown = demo.printable(bytes(range(256)))
     assert all(c in "\n\t" or " " <= c <= "~" for c in shown)
     assert "\\x1b" in shown
+
+
+# ---- low precision ----
+
+SHORT = {"width": 64, "layers": 1, "heads": 4, "sequence": 64, "steps": 100, "corpus_bytes": 2**20}
+
+
+@functools.cache
+def last_loss(precision, stage):
+    """The mean loss of the last ten steps of a short run."""
+    config = demo.RunConfig(precision=precision, stage=stage, **SHORT)
+    init_fn, tx, loss_fn = demo.make_init(config), demo.make_optimizer(config), demo.make_loss(config)
+    plan = zerojax.make_plan(init_fn, tx, make_mesh(), config.zero)
+    data = demo.batches(demo.split(demo.corpus(config.corpus_bytes))[0], config.rows, config.sequence)
+    state, lines = zerojax.init_state(init_fn, tx, plan, jax.random.key(0)), []
+    demo.train(zerojax.make_train_step(loss_fn, tx, plan), state, data, config, lines.append)
+    return np.mean([line["loss"] for line in lines[-10:]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["c=bf16", "c=fp16"])
+def test_low_precision_ends_where_float32_does(precision, stage):
+    """Within 0.5 %; less than 0.1 % is usual, and parameters kept in bfloat16 end 1 % above."""
+    assert last_loss(precision, stage) == pytest.approx(last_loss("c=f32", 0), rel=5e-3)
+
+
+@pytest.mark.long
+def test_the_comparison_sees_lost_updates():
+    """The test of the test: parameters in bfloat16 without a master copy."""
+    assert last_loss("p=bf16,c=bf16", 0) > 1.005 * last_loss("c=f32", 0)
 
 
 # ---- the command, in a process of its own ----

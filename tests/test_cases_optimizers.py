@@ -30,8 +30,6 @@ from reference import (
 import zerojax
 from zerojax import accounting
 
-pytestmark = pytest.mark.night
-
 EVEN = [even_batch(16, seed) for seed in range(3)]
 ODD = [odd_batch(16, seed) for seed in range(5)]
 OTHER_DIMS = {"w1": 0, "w2": 1}  # not those that the plan would choose
@@ -57,12 +55,12 @@ def check(tx, params, batches, right=None, tolerance=1e-5, **config):
 
 LAMB = (lambda: optax.lamb(0.02, weight_decay=0.01), [0.5587825775, 0.5316491723, 0.5057901144])
 LARS = (lambda: optax.lars(0.5, weight_decay=0.01), [0.5587825775, 0.5673406720, 0.5403577089])
-NIGHT = pytest.mark.night
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(("case", "stage", "overrides"), [
-    (LAMB, 1, OTHER_DIMS), (LARS, 3, {}), pytest.param(LAMB, 3, {}, marks=NIGHT),
-    pytest.param(LARS, 2, OTHER_DIMS, marks=NIGHT),
+    (LAMB, 1, OTHER_DIMS), (LARS, 3, {}), pytest.param(LAMB, 3, {}, marks=LONG),
+    pytest.param(LARS, 2, OTHER_DIMS, marks=LONG),
 ])  # fmt: skip
 def test_trust_ratios_are_of_whole_layers(case, stage, overrides):
     """deepspeedai/DeepSpeed#490, hpcaitech/ColossalAI#6431, intel/ipex-llm#2810: taken over a shard or a flat chunk."""
@@ -83,8 +81,8 @@ def last_two(params):
 
 
 @pytest.mark.parametrize(("shape", "dim", "stage"), [
-    ((32, 16), 0, 1), ((8, 32, 16), 0, 3), ((8, 32, 16), 1, 2), pytest.param((32, 16), 1, 3, marks=NIGHT),
-    pytest.param((8, 32, 16), 2, 1, marks=NIGHT),
+    ((32, 16), 0, 1), ((8, 32, 16), 0, 3), ((8, 32, 16), 1, 2), pytest.param((32, 16), 1, 3, marks=LONG),
+    pytest.param((8, 32, 16), 2, 1, marks=LONG),
 ])  # fmt: skip
 def test_muon_makes_whole_matrices_orthogonal(shape, dim, stage):
     """deepspeedai/DeepSpeed#8437, google-deepmind/optax#1660, mindspore-ai/hyper-parallel#513: it took shards."""
@@ -100,7 +98,7 @@ def test_muon_makes_whole_matrices_orthogonal(shape, dim, stage):
         np.testing.assert_allclose(found[:2], [0.0566933230, 0.0529891998], rtol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=NIGHT)])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=LONG)])
 def test_whole_matrices_on_a_device_cost_muon_no_communication(stage):
     """mindspore-ai/hyper-parallel#513: partitioned along the layers, each device has whole matrices of some layers."""
 
@@ -119,7 +117,7 @@ def test_whole_matrices_on_a_device_cost_muon_no_communication(stage):
 # ---- the state at its birth ----
 
 
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=NIGHT) for stage in (0, 1, 3))])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=LONG) for stage in (0, 1, 3))])
 def test_adagrad_starts_from_its_accumulator(stage):
     """huggingface/accelerate#4142: lost when the state was made for shards, first update 2.817 for 0.228."""
     losses = [0.5587825775, 0.5497720242, 0.5583174229]
@@ -155,7 +153,7 @@ def buffers(tree) -> list[int]:
     return [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
 
 
-@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=NIGHT)])
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_states_that_are_the_parameters_get_memory_of_their_own(stage, steps):
     """google-deepmind/optax#1059, jax-ml/jax#9635: the first donated step raised, or hung."""
@@ -167,7 +165,7 @@ def test_states_that_are_the_parameters_get_memory_of_their_own(stage, steps):
         state = step(state, optimizers.rows(i))[0] if i < steps else state
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=NIGHT)])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=LONG)])
 def test_lookahead_trains_two_copies_of_the_parameters(stage):
     """google-deepmind/optax#1059: slow and fast parameters begin as one array."""
     tx = optax.lookahead(optax.sgd(0.1), 2, 0.5)
@@ -183,7 +181,7 @@ def test_lookahead_trains_two_copies_of_the_parameters(stage):
 # ---- trees with holes ----
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=NIGHT)])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=LONG)])
 def test_a_transformation_for_each_kind_of_parameter(stage, tmp_path):
     """google/flax#5372, google-deepmind/optax#132, google/flax#1177: masked nodes broke specs, maps and checkpoints."""
     kinds = {"w1": "adam", "b1": "frozen", "w2": "muon", "b2": "frozen"}
@@ -212,7 +210,7 @@ def is_masked(node):
 @pytest.mark.parametrize("mask", [
     {"w1": True, "b1": False, "w2": True, "b2": False}, lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
 ], ids=["tree", "callable"])  # fmt: skip
-@NIGHT
+@LONG
 def test_weight_decay_by_mask(mask):
     """google-deepmind/optax#132: a mask as a tree and by a function of the parameters are the same."""
     check(optax.adamw(1e-2, weight_decay=0.3, mask=mask), even_params(), EVEN, stage=3)
@@ -241,7 +239,7 @@ def test_hyperparameters_in_the_state():
     assert {leaf.dim for leaf in whole} == {None}
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=NIGHT)])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=LONG)])
 def test_a_hyperparameter_can_be_set_between_two_steps(stage):
     """google-deepmind/optax#206: the learning rate is an array in the state that the user may replace."""
     tx = optax.inject_hyperparams(optax.sgd)(0.1)
@@ -258,9 +256,9 @@ def test_a_hyperparameter_can_be_set_between_two_steps(stage):
     ("stage", "devices", "accumulate"),
     [
         (2, 2, 4),
-        pytest.param(1, 8, 1, marks=NIGHT),
-        pytest.param(0, 1, 4, marks=NIGHT),
-        pytest.param(3, 4, 2, marks=NIGHT),
+        pytest.param(1, 8, 1, marks=LONG),
+        pytest.param(0, 1, 4, marks=LONG),
+        pytest.param(3, 4, 2, marks=LONG),
     ],
 )
 def test_schedules_count_steps_and_go_on_after_a_restart(stage, devices, accumulate):
@@ -295,7 +293,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("inner", [list(INNER)[:2], pytest.param(list(INNER)[2:], marks=NIGHT)], ids="-".join)
+@pytest.mark.parametrize("inner", [list(INNER)[:2], pytest.param(list(INNER)[2:], marks=LONG)], ids="-".join)
 def test_multi_steps_with_bfloat16_parameters(inner):
     """google-deepmind/optax#377, #1039, #1038: a branch returned another dtype than the other."""
     tx = optimizers.abreast({name: optax.MultiSteps(INNER[name](), 2) for name in inner})
@@ -325,7 +323,7 @@ def weighted(params, batch):
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulate"), [(3, 2), pytest.param(0, 1, marks=NIGHT), pytest.param(1, 2, marks=NIGHT)]
+    ("stage", "accumulate"), [(3, 2), pytest.param(0, 1, marks=LONG), pytest.param(1, 2, marks=LONG)]
 )
 def test_the_optimizer_is_given_the_loss_of_the_whole_batch(stage, accumulate):
     """Rows of unequal weight: neither a device's loss nor the mean of the devices' means."""
@@ -357,7 +355,7 @@ def test_the_optimizer_is_given_the_loss_of_the_whole_batch(stage, accumulate):
 # ---- averages of the parameters ----
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=NIGHT)])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=LONG)])
 def test_averages_of_partitioned_parameters(stage):
     """OpenRLHF/OpenRLHF#1357, pytorch/pytorch#117742, facebookresearch/fairscale#789: on a gathered copy, not written
     back."""
@@ -374,7 +372,7 @@ def test_averages_of_partitioned_parameters(stage):
     assert float(metrics["loss"]) == pytest.approx(float(reference.loss_fn(jax.device_get(average), EVEN[0])), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NIGHT)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=LONG)])
 def test_averages_in_the_optimizer_state(dtype):
     """facebookresearch/fairscale#789: an average of updates is partitioned and has the dtype that was asked for."""
     tx = optax.chain(optax.sgd(0.1), optax.ema(0.9, accumulator_dtype=dtype))

@@ -25,14 +25,12 @@ from reference import (
 
 import zerojax
 
-pytestmark = pytest.mark.night
-
 SGD = optax.sgd(0.1, momentum=0.9)
 BATCHES = [even_batch(16, seed) for seed in range(3)]
 
 
 def long(*values):
-    return pytest.param(*values, marks=pytest.mark.night)
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def check(loss, stage, tx=SGD, params=None, batches=BATCHES, twin_loss=None, **config):

@@ -28,8 +28,7 @@ import zerojax
 from zerojax import Precision
 from zerojax.precision import round_stochastically
 
-pytestmark = pytest.mark.night
-
+LONG = pytest.mark.long
 PURE = "p=bf16,c=bf16,rounding=stochastic"
 DTYPES = ["bfloat16", "float16"]
 
@@ -104,8 +103,9 @@ def slope(params, batch):
 ONES = np.ones(8, np.float32)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "dtype"), [
+    (0, "bf16"), (3, "fp16"), *(pytest.param(*other, marks=LONG) for other in [(0, "fp16"), (3, "bf16")]),
+])  # fmt: skip
 def test_updates_too_small_to_see_add_up(stage, dtype):
     """karpathy/llm.c#702, NVIDIA/apex#42: 100 updates of 1e-3 to 1, where bfloat16 stays at 1.
 
@@ -189,7 +189,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp16"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [pytest.param(1, "fp16", marks=LONG), (3, "bf16")])
 def test_each_update_is_one_of_float32_rounded_up_or_down(name, stage, dtype):
     """google-deepmind/optax#377, #1039, #1038: and the dtypes of the state are those that ``tx.init`` gave it."""
     tx, precision = OPTIMIZERS[name](), f"p={dtype},rounding=stochastic"
@@ -233,7 +233,9 @@ def test_leaves_that_are_not_floating_are_left_alone():
 # ---- two copies ----
 
 
-@pytest.mark.parametrize("precision", ["c=bf16", PURE, "p=fp16,rounding=stochastic"])
+@pytest.mark.parametrize(
+    "precision", [PURE, *(pytest.param(other, marks=LONG) for other in ("c=bf16", "p=fp16,rounding=stochastic"))]
+)
 def test_loaded_weights_are_the_weights(precision):
     """deepspeedai/DeepSpeed#762, NovaSky-AI/SkyRL#2149: a master copy brought the old weights back at the next step."""
     fives = jax.tree.map(lambda p: np.full(p.shape, 5, np.float32), even_params())
@@ -247,7 +249,7 @@ def test_loaded_weights_are_the_weights(precision):
         assert all((np.asarray(p, np.float32) == 5).all() for p in jax.tree.leaves(after.params))
 
 
-@pytest.mark.parametrize("precision", ["c=bf16", PURE])
+@pytest.mark.parametrize("precision", [pytest.param("c=bf16", marks=LONG), PURE])
 def test_a_run_that_is_saved_and_resumed_ends_as_if_it_had_not_stopped(precision, tmp_path):
     """deepspeedai/DeepSpeed#4141: the low-precision copy was saved, not the master. Updates of 1e-3 to 1."""
     checkpoints = pytest.importorskip("orbax.checkpoint")

@@ -59,8 +59,10 @@ def init_state(
         else:  # init_fn makes the model state only
             model_state = jax.jit(lambda key: init(key).model_state, out_shardings=shardings.model_state)(key)
             variables = Variables(_place_params(params, plan), model_state)
-        opt_state = jax.jit(_own_copy(tx.init), out_shardings=shardings.opt_state)(plan.optimized(variables.params))
-        step, rng, scale = jax.jit(lambda key: _scalars(key, plan), out_shardings=plan.replicated)(key)
+        opt_state, (step, rng, scale) = jax.jit(
+            lambda params, key: (_own_copy(tx.init)(params), _scalars(key, plan)),
+            out_shardings=(shardings.opt_state, plan.replicated),
+        )(plan.optimized(variables.params), key)
     return TrainState(step, variables.params, opt_state, rng, variables.model_state, scale)
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from zerojax import tables
-from zerojax.config import Precision, ZeroConfig
+from zerojax.config import LossScale, Precision, ZeroConfig
 
 VOCABULARY = 256  # every byte is a token
 UNIFORM_LOSS = math.log(VOCABULARY)  # of a model that knows nothing
@@ -97,7 +97,8 @@ class RunConfig:
         """What the library is asked for."""
         dtypes = Precision.parse(self.precision)
         half = "float16" in (dtypes.param_dtype, dtypes.compute_dtype, dtypes.reduce_dtype)
-        return ZeroConfig(stage=self.stage, accumulate=self.accumulate, precision=dtypes, loss_scale=half)
+        scale = LossScale(initial=2.0**15) if half else None  # at twice that the first step is skipped
+        return ZeroConfig(stage=self.stage, accumulate=self.accumulate, precision=dtypes, loss_scale=scale)
 
 
 # ---- data ----

@@ -163,7 +163,7 @@ def test_the_comparison_sees_lost_updates():
 
 @pytest.fixture(scope="module")
 def popen(tmp_path_factory):
-    """Starts Python code in a process of its own; the processes share what they compile, in haste as conftest.py has it."""
+    """Starts Python code in a process of its own; the processes share what they compile, in haste by XLA_FLAGS."""
     env = {
         **os.environ,
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),

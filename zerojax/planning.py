@@ -111,7 +111,7 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves `RESERVED` of the memory free."""
+        """Whether the peak leaves ``RESERVED`` of the memory free."""
         return self.peak <= usable(self.setting.machine)
 
     @property

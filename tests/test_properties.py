@@ -191,6 +191,21 @@ def test_gather_undoes_scatter(setting):
     assert_same(jax.device_get(sums), [np.asarray(c) * np.float32(n * (n + 1) / 2) for c in counts])
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_leaves_without_elements_are_in_no_row(devices):
+    """XLA's CPU compiler ends the process over `jnp.split(jnp.concatenate([2 * a, 2 * empty]), [a.size])`."""
+    mesh, arrays = make_mesh((devices,), ("a",)), [jnp.arange(16.0), jnp.zeros(0)]
+    config = zerojax.ZeroConfig(stage=1, shard_axes=("a",), keep_whole_below=1000)
+    plan = zerojax.make_plan(lambda key: arrays, TX, mesh, config)
+    run = jax.shard_map(
+        lambda arrays: collectives.reduce_scatter([2 * a for a in arrays], plan.params, plan.axes),
+        mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    assert_same(
+        jax.device_get(jax.jit(run)(arrays)), [np.arange(16, dtype=np.float32) * 2 * devices, np.zeros(0, np.float32)]
+    )
+
+
 # ---- a step ----
 
 

@@ -90,10 +90,11 @@ def _several(axes: Mapping[str, int]) -> tuple[str, ...]:
 def _batches(leaves, dtypes, *, partitioned: bool) -> tuple[list[list[int]], list[int]]:
     """Indices of the leaves that travel together, by dtype, and of those that travel alone.
 
-    A leaf that a tensor axis partitions too travels alone: laid in a row with others it would lose that axis.
+    A leaf that a tensor axis partitions too travels alone: laid in a row with others it would lose that axis. So does
+    one without elements: XLA's CPU compiler fails, or ends the process, where a row is split into some and none.
     """
     chosen = [i for i, leaf in enumerate(leaves) if (leaf.dim is not None) == partitioned and not leaf.overwritten]
-    small = [i for i in chosen if leaves[i].size < TOGETHER_BELOW and not any(leaves[i].base)]
+    small = [i for i in chosen if 0 < leaves[i].size < TOGETHER_BELOW and not any(leaves[i].base)]
     groups: dict = {}
     for i in small:
         groups.setdefault(dtypes[i], []).append(i)

@@ -97,7 +97,7 @@ class RunConfig:
         """What the library is asked for."""
         dtypes = Precision.parse(self.precision)
         half = "float16" in (dtypes.param_dtype, dtypes.compute_dtype, dtypes.reduce_dtype)
-        scale = LossScale(initial=2.0**15) if half else None  # half the default, at which short runs skip their first step
+        scale = LossScale(initial=2.0**15) if half else None  # at the default a short run's first is skipped
         return ZeroConfig(stage=self.stage, accumulate=self.accumulate, precision=dtypes, loss_scale=scale)
 
 

@@ -584,38 +584,3 @@ def test_no_colour_codes_whatever_the_terminal_says(monkeypatch):
 def test_a_row_of_wrong_length():
     with pytest.raises(ValueError, match="1 cells for 2 columns"):
         tables.render(["a", "b"], [["x"]])
-
-
-# ---- mesh axes, and what a program makes ----
-
-SIZES = {"a": 2, "b": 4}  # devices 0 to 7, b first to change
-
-
-@pytest.mark.parametrize(("groups", "axis"), [
-    ("replica_groups={{0,1,2,3},{4,5,6,7}}", "b"), ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", "a"),
-    ("replica_groups={{0,1,2,3,4,5,6,7}}", "a+b"), ("replica_groups={}", "a+b"), ("replica_groups=[2,4]<=[8]", "b"),
-    ("replica_groups=[4,2]<=[2,4]T(1,0)", "a"), ("replica_groups=[1,8]<=[8]", "a+b"),
-    ("replica_groups=[4,2]<=[4,2]", "b"), ("replica_groups=mesh['a'=2,'b'=4] {'b'}", "b"),
-    ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", "a+b"), ("replica_groups=mesh['axis_1'=8] {'axis_1'}", "a+b"),
-])  # fmt: skip
-def test_the_mesh_axis_of_a_collective(groups, axis):
-    text = _entry(f"%c = f32[8]{{0}} all-reduce(%x), {groups}, to_apply=%add")
-    assert [c.axis for c in collectives(text, SIZES)] == [axis]
-    assert [c.axis for c in collectives(text)] == [""]
-
-
-def test_the_mesh_axis_of_a_permute():
-    text = _entry("%c = f32[8]{0} collective-permute(%x), source_target_pairs={{0,4},{4,0},{1,5},{5,1}}")
-    assert [c.axis for c in collectives(text, SIZES)] == ["a"]
-
-
-def test_an_axis_of_three():
-    axes = {"x": 2, "data": 2, "z": 2}
-    text = _entry("%c = f32[8]{0} all-reduce(%x), replica_groups=[4,2]<=[2,2,2]T(0,2,1), to_apply=%add")
-    assert [c.axis for c in collectives(text, axes)] == ["data"]
-
-
-@pytest.mark.parametrize(("axes", "name"), [("a", "a"), ("b", "b"), (("a", "b"), "a+b")])
-def test_the_mesh_axis_in_a_compiled_program(axes, name):
-    text = _compiled(lambda x: jax.lax.psum(x, axes), jnp.ones(N), mesh=GRID).as_text()
-    assert [c.axis for c in collectives(text, dict(GRID.shape))] == [name]

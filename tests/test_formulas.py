@@ -122,7 +122,7 @@ def test_sizes_that_do_not_fit():
 
 
 @pytest.mark.parametrize(("name", "devices", "bandwidth"), [
-    ("h100:8", 8, 450e9), ("h100:16", 16, 50e9), ("v100-32gb:16", 16, 150e9), ("v5e:4x4", 16, 90e9),
+    ("h100:8", 8, 450e9), ("h100:16", 16, 400e9), ("v100-32gb:16", 16, 150e9), ("v5e:4x4", 16, 90e9),
     ("v5p:2x2x4", 16, 180e9),
 ])  # fmt: skip
 def test_machines(name, devices, bandwidth):

@@ -67,6 +67,9 @@ def test_parts_are_those_of_the_compiled_program(reports):
         assert sum(parts.values()) == 2 * parts["peak"]
         assert report.predicted.at_rest == plan.bytes_per_device()
         whole = sum(leaf.bytes for leaf in plan.params)
+        if report.gathered is None:  # jaxlib 0.10.0 leaves no record
+            assert "by formula: this compiler left no record" in str(report)
+            continue
         if stage in (1, 2):
             assert 0.7 * whole <= report.gathered <= 2.01 * whole  # this compiler turns a copy of them
         if stage == 3:

@@ -289,7 +289,8 @@ def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Re
     once, and its figures would say nothing about other backends.
 
     Args:
-      step: what ``make_train_step`` or ``jax.jit`` returned, or a compiled program (no arguments are used then).
+      step: what ``make_train_step`` or ``jax.jit`` returned, or a lowered or compiled program (no arguments are used
+        then).
       state, batch, more: its arguments, arrays or shapes with shardings, also of devices that do not exist.
 
     >>> import jax
@@ -298,7 +299,15 @@ def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Re
     48
     """
     arguments = (state, batch, *more)
-    compiled = step if isinstance(step, jax.stages.Compiled) else _compile(step.lower(*arguments), arguments)
+    if isinstance(step, jax.stages.Compiled):
+        compiled = step
+    elif hasattr(step, "lower"):
+        compiled = _compile(step.lower(*arguments), arguments)
+    elif isinstance(step, jax.stages.Lowered):
+        compiled = _compile(step, arguments)
+    else:
+        raise ValueError(f"report takes a step of make_train_step, a function under jax.jit, or what was lowered or "
+                         f"compiled of one, not {type(step).__name__}: wrap it in jax.jit")  # fmt: skip
     text = compiled.as_text()
     if text is None:
         raise ValueError("this backend does not show what it compiled, so collectives cannot be counted")
@@ -360,6 +369,8 @@ def _held(compiled: jax.stages.Compiled, plan: Plan) -> tuple[int | None, int | 
     if not record or len(modules) != 1:
         return None, None
     found = buffers.at_the_peak(record, modules[0].as_serialized_hlo_module_proto())
+    if found is None:
+        return None, None
     shapes = _gradient_shapes(plan)
     gathered = sum(buffer.bytes for buffer in found if _collectives.GATHERED in buffer.scope)
     others = [buffer for buffer in found if _collectives.GATHERED not in buffer.scope]

@@ -30,14 +30,16 @@ class Buffer(NamedTuple):
     dims: tuple[int, ...]
 
 
-def at_the_peak(assignment: bytes, module: bytes) -> list[Buffer]:
+def at_the_peak(assignment: bytes, module: bytes) -> list[Buffer] | None:
     """The buffers besides arguments and results that are alive when they need most, largest first.
+
+    ``None`` if the record does not tell, as that of jaxlib 0.10.0.
 
     Args:
       assignment: ``compiled.memory_analysis().serialized_buffer_assignment_proto``.
       module: ``as_serialized_hlo_module_proto()`` of the compiled module.
     """
-    makers, buffers, temporary, found = _Module(module), {}, set(), []
+    makers, buffers, temporary, found, told = _Module(module), {}, set(), [], False
     for number, value in _fields(assignment):
         fields = dict(_fields(value)) if number in (1, 3, 5) else {}
         if number == 1:
@@ -45,8 +47,11 @@ def at_the_peak(assignment: bytes, module: bytes) -> list[Buffer]:
             buffers[fields.get(1, 0)] = fields.get(2, 0), maker
         elif number == 3 and not any(fields.get(n) for n in _NOT_TEMPORARY):
             temporary.add(fields.get(1, 0))
-        elif number == 5 and fields.get(1, 0) in temporary:  # what is alive when an allocation is fullest
-            found.extend(buffers[key] for key in _packed(fields.get(2, b"")))
+        elif number == 5:  # what is alive when an allocation is fullest
+            told = True
+            found.extend(buffers[key] for key in _packed(fields.get(2, b"")) if fields.get(1, 0) in temporary)
+    if not told:
+        return None
     named = [Buffer(size, makers.scope(maker), makers.dims(maker)) for size, maker in found]
     return sorted(named, key=lambda buffer: -buffer.bytes)
 

@@ -76,7 +76,7 @@ def _plan(
                                               "sizes; or module:function returning (init_fn, loss_fn, tx, batch).")],
     on: Annotated[str, typer.Option(help="h100:8, h200:64, a100-80gb:16, v5p:4x4x8, ...")] = "h100:8",
     stage: Annotated[int | None, typer.Option(help="One stage.", show_default="all")] = None,
-    rows: Annotated[int | None, typer.Option(help="Rows of a device in a micro-batch.", show_default="1")] = None,
+    rows: Annotated[int | None, typer.Option(help="Of a device in a micro-batch.", show_default="1 or your own")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     precision: Annotated[str, typer.Option(help="Dtypes.")] = "c=bf16",
     exact: Annotated[bool, typer.Option("--exact", help="Ask the compiler of these accelerators.")] = False,
@@ -275,10 +275,13 @@ def _answers(tell, model, sizes, setting, stage, exact, find) -> tuple[list[Any]
     from zerojax import hardware, planning
 
     workload, own_rows = planning.workload(model, sizes)
-    machine = hardware.machine(setting.pop("on"))
-    given = setting.pop("rows")
-    rows = max(1, own_rows // (machine.devices * setting["accumulate"])) if given is None else given
-    base = planning.Setting(machine, rows, **setting)
+    machine, given = hardware.machine(setting.pop("on")), setting.pop("rows")
+    base = planning.Setting(machine, 1 if given is None else given, **setting)
+    if given is None:
+        base = dataclasses.replace(base, rows=max(1, own_rows // (machine.devices * base.accumulate)))
+    searched = {"stage": ("stage", stage), "batch": ("rows", given)}.get(find or "", ("", None))
+    if searched[1] is not None:
+        raise ValueError(f"--find {find} searches what --{searched[0]} would say; leave it out")
     chosen = range(4) if stage is None else (stage,)
 
     def ask(setting, exact=exact):

@@ -5,15 +5,16 @@ Lists of arrays run beside lists of `plan.Leaf`, which say where each is partiti
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from zerojax.contracts import Tree
-from zerojax.placement import Leaf
+from zerojax.placement import Leaf, axes_of
 
 # Named scopes, by which the compiled program's arrays are known.
 GATHERED, REDUCED = "zerojax_gathered", "zerojax_reduced"
@@ -32,7 +33,7 @@ def gather(shards: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[st
     whole = list(shards)
     together, alone = _batches(leaves, [s.dtype for s in shards], partitioned=True)
     for i in alone:
-        whole[i] = _all_gather(shards[i], _dim(leaves[i]), axes)
+        whole[i] = _on_every_axis(_all_gather, leaves[i], axes)(shards[i])
     for group in together:
         rows_NE = _all_gather(jnp.concatenate([shards[i].ravel() for i in group])[None], 0, axes)
         parts = jnp.split(rows_NE, _ends([shards[i].size for i in group]), axis=1)
@@ -53,7 +54,7 @@ def reduce_scatter(arrays: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Ma
     dtypes = [a.dtype for a in arrays]
     together, alone = _batches(leaves, dtypes, partitioned=True)
     for i in alone:
-        summed[i] = _reduce_scatter(arrays[i], _dim(leaves[i]), axes)
+        summed[i] = _on_every_axis(_reduce_scatter, leaves[i], axes)(arrays[i])
     devices = math.prod(axes.values())
     for group in together:
         rows = [_to_rows(arrays[i], _dim(leaves[i]), devices) for i in group]
@@ -107,6 +108,22 @@ def _dim(leaf: Leaf) -> int:
     if leaf.dim is None:
         raise ValueError(f"{leaf.path} is whole")
     return leaf.dim
+
+
+def _on_every_axis(
+    collective: Callable[[jax.Array, int, Mapping[str, int]], jax.Array], leaf: Leaf, axes: Mapping[str, int]
+) -> Callable[[jax.Array], jax.Array]:
+    """The collective of a leaf that other axes partition too, on what each of their devices holds.
+
+    Left to the compiler, those axes are undone first: it gathers and sums what is whole along them.
+    """
+    dim, others = _dim(leaf), {axis for entry in leaf.base for axis in axes_of(entry)}
+
+    def run(x):
+        return collective(x, dim, axes)
+
+    spec = PartitionSpec(*leaf.base)
+    return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False) if others else run
 
 
 def _all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:

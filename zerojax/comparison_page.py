@@ -148,8 +148,8 @@ _COMPILED = (
     "faster."
 )
 _LARGEST = (
-    "GPTs of usual proportions (width 128 times the layers, heads of 128), one row of 2,048 tokens a device, blocks "
-    "computed again, bf16 computation, AdamW in float32; parameters in billions."
+    "GPTs of usual proportions (width 128 times the layers, but a multiple of the devices; heads of 128), one row of "
+    "2,048 tokens a device, blocks computed again, bf16 computation, AdamW in float32; parameters in billions."
 )
 _FEWEST = (
     "As a power of two, one row a device, without tensor or pipeline parallelism. -: it does not fit, however many "

@@ -74,9 +74,14 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a device sends in a ring over all of them: of its slowest part."""
+        """Bytes a second that a device sends in rings over all of them.
+
+        Between hosts there are as many rings as a host has GPUs, each through another network card.
+        """
         one = self.accelerator
-        return one.network_bandwidth if one.platform == "gpu" and self.devices > one.host else one.link_bandwidth
+        if one.platform == "gpu" and self.devices > one.host:
+            return min(one.link_bandwidth, one.host * one.network_bandwidth)
+        return one.link_bandwidth
 
     def resized(self, devices: int) -> "Machine":
         """As many devices of the same kind; of TPUs the slice whose directions differ least.

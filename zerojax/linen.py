@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
@@ -21,7 +23,7 @@ def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tr
 
     Args:
       model: the module; ``model.init(key, *inputs, **kwargs)`` is run inside ``jit``.
-      inputs: example inputs; only shapes and dtypes matter.
+      inputs: example inputs, arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes matter.
 
     >>> import jax, jax.numpy as jnp
     >>> params = init_fn(nn.Dense(4), jnp.ones((1, 3)))(jax.random.key(0))
@@ -30,13 +32,18 @@ def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tr
     """
 
     def init(key):
-        variables = dict(model.init(key, *inputs, **kwargs))
+        examples = jax.tree.map(_array, inputs)
+        variables = dict(model.init(key, *examples, **kwargs))
         params = variables.pop("params")
         if OVERWRITTEN in variables:
             params = {"params": params, OVERWRITTEN: variables.pop(OVERWRITTEN)}
         return Variables(params, variables) if variables else params
 
     return init
+
+
+def _array(example: Any) -> Any:
+    return jnp.zeros(example.shape, example.dtype) if isinstance(example, jax.ShapeDtypeStruct) else example
 
 
 def create_train_state(

@@ -301,7 +301,7 @@ def _fewest(machines: list[Machine], ask: Callable[[Machine], Answer]) -> Found:
 
 # ---- words ----
 
-_COLUMNS = ("parameters", "optimizer", "gradients", "gathered", "rest", "peak", "fits", "sent", "bound", "by")
+_COLUMNS = ("params", "optimizer", "gradients", "gathered", "rest", "peak", "fits", "sent", "bound", "by")
 
 
 def table(answers: list[Answer]) -> str:
@@ -346,6 +346,8 @@ def told(what: str, stage: int, found: Found) -> str:
     }  # fmt: skip
     of = "" if what == "stage" else f"stage {stage}: "
     line = f"{of}{names[what](found.best.setting)}" if found.best else f"{of}nothing fits"
+    if found.best and not found.beyond and what == "batch":
+        line += ", more was not tried"
     if found.beyond:
         made = parts(found.beyond)
         largest = max(made, key=made.__getitem__)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from zerojax.losses import as_loss, with_arguments
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
 from zerojax.precision import gradient_dtype, merge
+from zerojax.state import check_batch
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Prediction:
       activations: what else the loss makes in one micro-batch, at most at a time, if equations run one by one and what
         is made element by element is not stored.
       wire_bytes: that a device sends in a step.
-      flops: of matrix products, of one device in a step; what backward makes again is counted again.
+      flops: of matrix products, of one device in a step; what backward makes again is counted again. Axes that are no
+        shard axes (of tensor parallelism) are taken to divide them evenly.
     """
 
     parameters: int
@@ -74,6 +76,7 @@ def predict(loss_fn: Callable, plan: Plan, batch: Tree) -> Prediction:
     >>> found.parameters, found.optimizer, found.gradients, found.gathered, found.wire_bytes
     (16384, 32772, 1048576, 1048576, 2064384.0)
     """
+    check_batch(batch, plan, micro_batches=plan.config.accumulate)
     part = jax.tree.map(lambda a: jax.ShapeDtypeStruct(_micro_batch(a.shape, plan), a.dtype), batch)
     closed = _trace(loss_fn, plan, part)
     return Prediction(
@@ -85,7 +88,7 @@ def predict(loss_fn: Callable, plan: Plan, batch: Tree) -> Prediction:
         gathered=gathered_bytes(loss_fn, plan, batch),
         activations=traces.peak_bytes(closed, results=False),
         wire_bytes=wire_bytes(plan),
-        flops=plan.config.accumulate * traces.flops(closed),
+        flops=plan.config.accumulate * traces.flops(closed) * plan.devices / plan.mesh.size,
     )
 
 
@@ -115,7 +118,15 @@ def gathered_bytes(loss_fn: Callable, plan: Plan, batch: Tree) -> int:
         )
     gradient, state = gradient_of(loss_fn, plan), plan.abstract_state
     scale = None if state.loss_scale is None else jax.ShapeDtypeStruct((), "float32")
-    return explanation.explain(gradient, state.params, batch, state.rng, state.model_state, scale).whole_bytes
+    units = explanation.explain(gradient, state.params, batch, state.rng, state.model_state, scale).units
+    return explanation.Explanation(tuple(_divided(unit, plan) for unit in units), True).whole_bytes
+
+
+def _divided(unit: explanation.UnitUse, plan: Plan) -> explanation.UnitUse:
+    """What other axes than the shard axes leave of a unit's parameters on a device."""
+    leaves = [leaf for leaf in plan.wire if leaf.path in unit.params]
+    part = sum(leaf.size / _other_axes(leaf, plan) for leaf in leaves) / max(1, sum(leaf.size for leaf in leaves))
+    return replace(unit, bytes=int(unit.bytes * part))
 
 
 def wire_bytes(plan: Plan) -> float:

@@ -33,11 +33,12 @@ def size(bytes: float) -> str:
 def duration(seconds: float) -> str:
     """Seconds for people, with three digits.
 
-    >>> duration(0.0421), duration(27.909), duration(1234)
-    ('42.1 ms', '27.9 s', '1,234 s')
+    >>> duration(0.0421), duration(27.909), duration(1234), duration(2e-6)
+    ('42.1 ms', '27.9 s', '1,234 s', '2.00 us')
     """
-    value, unit = (seconds * 1000, "ms") if seconds < 1 else (seconds, "s")
-    return f"{value:,.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    value = seconds * scale
+    return f"{value:,.{max(0, 3 - len(str(int(value))))}f} {unit}"
 
 
 def count(number: int, noun: str) -> str:

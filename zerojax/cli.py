@@ -76,7 +76,7 @@ def _plan(
                                               "sizes; or module:function returning (init_fn, loss_fn, tx, batch).")],
     on: Annotated[str, typer.Option(help="h100:8, h200:64, a100-80gb:16, v5p:4x4x8, ...")] = "h100:8",
     stage: Annotated[int | None, typer.Option(help="One stage.", show_default="all")] = None,
-    rows: Annotated[int | None, typer.Option(help="Of a device in a micro-batch.", show_default="1 or your own")] = None,
+    rows: Annotated[int | None, typer.Option(help="Of a device in a micro-batch.", show_default="1 or yours")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     precision: Annotated[str, typer.Option(help="Dtypes.")] = "c=bf16",
     exact: Annotated[bool, typer.Option("--exact", help="Ask the compiler of these accelerators.")] = False,

@@ -13,6 +13,7 @@ from reference import even_batch, even_params, loss_fn, make_mesh, odd_params, p
 
 import zerojax
 from zerojax import Precision, ZeroConfig, make_plan
+from zerojax.prediction import predict
 
 SGD = optax.sgd(0.1)
 
@@ -228,3 +229,23 @@ def prepared(mesh):
 def test_a_module_in_the_place_of_init_fn():
     with pytest.raises(ValueError, match=r"init_fn is a Dense, a Flax module.*zerojax\.linen\.init_fn"):
         zerojax.make_plan(nn.Dense(8), optax.sgd(0.1), make_mesh())
+
+
+@pytest.mark.parametrize("remat", [jax.checkpoint_policies.save_only_these_names, jax.checkpoint, lambda: True])
+def test_remat_that_is_no_policy(remat):
+    with pytest.raises(ValueError, match=r"remat=<function .*must be called first"):
+        zerojax.ZeroConfig(remat=remat)
+
+
+def test_predictions_check_the_batch():
+    plan, _, _ = prepare(even_params(), optax.adam(1e-3))
+    for batch, words in ((even_batch(19), "cannot be divided"), (even_batch(0), "has no rows"), ({"x": 1.0}, "scalar")):
+        with pytest.raises(ValueError, match=words):
+            predict(loss_fn, plan, batch)
+
+
+def test_reports_of_what_is_no_step():
+    with pytest.raises(ValueError, match="not function: wrap it"):
+        zerojax.report(lambda x: x, jnp.ones(2))
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
+    assert zerojax.report(lowered).memory.argument == 8

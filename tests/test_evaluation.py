@@ -117,7 +117,7 @@ def test_batches_that_cannot_be_evaluated():
     plan, state, _ = prepare(even_params(), SGD)
     evaluate = zerojax.make_eval_step(reference.loss_fn, plan)
     for batch, words in (
-        (even_batch(0), "has 0 rows"),
+        (even_batch(0), "has no rows"),
         ({}, "no arrays"),
         ({**even_batch(3), "t": 1.0}, r"batch\['t'\] is a scalar"),
         ({"x": even_batch(3)["x"], "y": even_batch(5)["y"]}, "different numbers of rows"),

@@ -139,6 +139,7 @@ def test_the_command_answers_for_a_users_model(tmp_path):
     (["mine:nothing"], "cannot import"), (["mine:make", "--width", "8"], "--width is for named models"),
     (["gpt2", "--find", "rows"], "not one of 'batch'"), (["gpt2", "--precision", "c=int8"], "int8"),
     (["gpt2", "--stage", "4"], "stage=4"), (["gpt2", "--rows", "0"], "rows=0"),
+    (["mine:make", "--accumulate", "0"], "accumulate=0"), (["gpt2", "--find", "stage", "--stage", "3"], "leave it out"),
 ])  # fmt: skip
 def test_mistakes_are_told_in_a_line(arguments, words, tmp_path, monkeypatch, capsys):
     from zerojax import cli

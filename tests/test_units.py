@@ -506,3 +506,9 @@ def test_twice_the_layers_make_no_more_whole_at_a_time(layers_of, loss_fn, monke
     assert many <= 4.2 * LAYER_BYTES  # two layers, a gradient, and the shards of one on their way
     assert many - few <= (4 / 8 + 0.1) * LAYER_BYTES  # the shards of the gradients of four layers
     assert temporaries(layers_of(8), loss_fn, 1) >= 8 * 2 * LAYER_BYTES  # all parameters and all gradients
+
+
+def test_parameters_that_stay_whole_are_not_gathered():
+    found = explained(3, overrides={"in": None}, allow_whole=True)
+    assert "in" in found.units[0].params
+    assert (found.units[0].bytes, found.units[0].gathers) == (0, (0, 0))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 _SHORT = {
@@ -236,6 +237,9 @@ class ZeroConfig:
         if not (self.remat is None or (isinstance(self.remat, str) and self.remat == "unit") or callable(self.remat)):
             raise ValueError(f"remat={self.remat!r} is neither None nor 'unit' nor a policy of jax.checkpoint, such as "
                              "jax.checkpoint_policies.dots_saveable")  # fmt: skip
+        if callable(self.remat) and _is_no_policy(self.remat):
+            raise ValueError(f"remat={self.remat!r} does not answer as a policy does; a function that makes policies, "
+                             "such as jax.checkpoint_policies.save_only_these_names, must be called first")  # fmt: skip
         if not (self.loss_scale is None or isinstance(self.loss_scale, LossScale)):
             raise ValueError(f"loss_scale={self.loss_scale!r} is neither True nor a LossScale, such as "
                              "LossScale(initial=1024)")  # fmt: skip
@@ -254,3 +258,12 @@ class ZeroConfig:
         for pattern, _ in self.compute_dtypes:
             if not isinstance(pattern, str):
                 raise ValueError(f"compute_dtypes: {pattern!r} is not a path pattern such as '*/norm*'")
+
+
+def _is_no_policy(remat: Callable[..., Any]) -> bool:
+    """Whether a function, asked about an equation as `jax.checkpoint` asks, returns yet another one or refuses."""
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        return callable(remat(jax.lax.exp_p, shape, accuracy=None))
+    except TypeError:
+        return True

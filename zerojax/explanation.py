@@ -21,7 +21,7 @@ class UnitUse:
     Attributes:
       does: its most frequent equations, or ``"scan"``.
       params: the paths of the parameters that are whole while it runs; of a scan, one layer of each of its stacks.
-      bytes: of these parameters, whole, in the dtype in which the loss sees them.
+      bytes: of those of them that are partitioned, whole, in the dtype in which the loss sees them.
       turns: how often it runs; the layers of a scan.
       gathers: how often its parameters are gathered, forward and backward; compilers may merge gathers, and drop those
         of which nothing is used.
@@ -111,9 +111,10 @@ def _use(cuts: list[Unit], number: int, leaves: Any, traffic: Traffic) -> UnitUs
     if unit.loop is not None:
         own += [leaves[i].layer() for i in unit.loop.numbers]
         turns = unit.loop.scan.length
-    bytes = sum(leaf.size * jnp.dtype(leaf.compute_dtype).itemsize for leaf in own)
+    travel = [leaf for leaf in own if leaf.dim is not None]
+    bytes = sum(leaf.size * jnp.dtype(leaf.compute_dtype).itemsize for leaf in travel)
     last = 0 < number == len(cuts) - 1 and unit.loop is None
-    gathers = (0, 0) if traffic.gather is None or not own else (turns, 0 if last else turns)
+    gathers = (0, 0) if traffic.gather is None or not travel else (turns, 0 if last else turns)
     return UnitUse(_does(unit), tuple(leaf.path for leaf in own), bytes, turns, gathers)
 
 

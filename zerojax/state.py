@@ -178,7 +178,9 @@ def check_batch(batch: Tree, plan: Plan, *, micro_batches: int, processes: int =
     """Raise a ``ValueError`` unless the rows can be divided over devices and micro-batches."""
     parts, numbers = plan.devices * micro_batches, _rows_of(batch, processes)
     for (name, rows), leaf in zip(numbers.items(), jax.tree.leaves(batch), strict=True):
-        if rows % parts or not rows:
+        if not rows:
+            raise ValueError(f"{name} has no rows (shape {leaf.shape}): there is nothing to take a mean over")
+        if rows % parts:
             raise ValueError(
                 f"{name} has {rows} rows (shape {leaf.shape}), which cannot be divided over "
                 f"{tables.count(plan.devices, 'device')} (axes {dict(plan.axes)}) x {micro_batches} micro-batches: "

@@ -107,7 +107,7 @@ def zerojax(*arguments, folder, env=()):
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **dict(env)}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=1200)
 
 
 MODULE = """
@@ -203,7 +203,19 @@ def test_the_files(tmp_path):
     comparison_page.write(result, tmp_path / "without")
 
 
-@pytest.mark.long
+def test_a_comparison_that_cannot_be_written(tmp_path, capsys):
+    from zerojax import cli
+
+    (tmp_path / "kept.txt").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "--run-dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="rows=8 must be a multiple of 32"):
+        comparison.Settings(rows=8)
+
+
+@pytest.mark.night
 def test_the_whole_comparison(tmp_path):
     done = zerojax("bench", "--steps", "2", "--targets", "none", "--run-dir", "out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -212,8 +224,3 @@ def test_the_whole_comparison(tmp_path):
     for k in (1, 4):
         rows = [row for row in result["measured"] if row["accumulate"] == k and not row["remat"]]
         assert [row["peak"] for row in rows] == sorted((row["peak"] for row in rows), reverse=True)
-    again = zerojax("bench", "--run-dir", "out", folder=tmp_path)
-    assert again.returncode == 2
-    assert "is not empty" in again.stderr
-    with pytest.raises(ValueError, match="rows=8 must be a multiple of 32"):
-        comparison.Settings(rows=8)

@@ -129,13 +129,16 @@ class Report:
         """Bytes that each device sends in a step."""
         return sum((c.wire_bytes for c in self.collectives), 0.0)
 
+    def _told(self) -> list[tuple[Collective, bool]]:
+        """Each collective, and whether it is known to run beside matrix products."""
+        return list(zip(self.collectives, self.beside or (False,) * len(self.collectives), strict=True))
+
     def overlapped(self, *kinds: str) -> float | None:
         """Of the bytes that collectives of these kinds (of any kind, if none is named) send, the part that travels
         while matrix products are scheduled; ``None`` if they send nothing, or the program does not tell."""
         if not self.beside:
             return None
-        pairs = zip(self.collectives, self.beside, strict=True)
-        chosen = [(c.wire_bytes, beside) for c, beside in pairs if not kinds or c.kind in kinds]
+        chosen = [(c.wire_bytes, beside) for c, beside in self._told() if not kinds or c.kind in kinds]
         total = sum(sent for sent, _ in chosen)
         return sum(sent for sent, beside in chosen if beside) / total if total else None
 
@@ -182,10 +185,9 @@ class Report:
 
     def to_dict(self) -> dict:
         """Plain numbers and strings, for JSON."""
-        beside = self.beside or (False,) * len(self.collectives)
         rows = [
             asdict(c) | {"bytes": c.bytes, "wire_bytes": c.wire_bytes, "beside_products": overlapped}
-            for c, overlapped in zip(self.collectives, beside, strict=True)
+            for c, overlapped in self._told()
         ]
         memory = asdict(self.memory) | {"peak": self.memory.peak}
         parts = {name: {"formula": formula, "compiled": compiled} for name, formula, compiled in self._parts()}
@@ -222,7 +224,7 @@ class Report:
 
     def _collectives(self) -> str:
         groups: dict[Collective, list[float]] = {}
-        for c, beside in zip(self.collectives, self.beside or (False,) * len(self.collectives), strict=True):
+        for c, beside in self._told():
             group = groups.setdefault(replace(c, times=1), [0, 0.0])
             group[0] += c.times
             group[1] += c.wire_bytes * beside

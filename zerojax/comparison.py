@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from typing import Any
 
@@ -234,7 +234,7 @@ def compare(settings: Settings, tell: Tell) -> dict[str, Any]:
 
 
 def _short(one: planning.Answer) -> dict[str, Any]:
-    setting = replace(one.setting)
+    setting = one.setting
     gathered, reduced = (
         one.compiled and one.compiled.overlapped(*kinds)
         for kinds in (("all-gather",), ("reduce-scatter", "all-reduce"))

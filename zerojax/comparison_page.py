@@ -71,7 +71,7 @@ def _plot_memory(result: dict[str, Any], folder: Path) -> Path:
     plain = [row for row in result["measured"] if row["accumulate"] == 1 and not row["remat"]]
     places = np.arange(len(plain))
     for n, (name, color) in enumerate((("at_rest", "#56B4E9"), ("peak", "#0072B2"))):
-        axes[0].bar(places + 0.4 * n - 0.2, [row[name] / MIB for row in plain], 0.38, color=color, label=name[-7:])
+        axes[0].bar(places + 0.4 * n - 0.2, [row[name] / MIB for row in plain], 0.38, color=color)
     axes[0].legend(["at rest", "peak"], fontsize=11, frameon=False)
     axes[0].set_xticks(places, _NAMES, rotation=20)
     devices = result["settings"]["devices"]

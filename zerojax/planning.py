@@ -207,10 +207,11 @@ def answer(workload: Workload, setting: Setting, exact: bool = False) -> Answer:
         precision=Precision.parse(setting.precision), allow_whole=True,
     )  # fmt: skip
     plan, batch = make_plan(workload.init_fn, workload.tx, mesh, config), workload.batch(setting.total_rows)
-    predicted, compiled = predict(workload.loss_fn, plan, batch), None
+    compiled = None
     if exact:
         step = make_train_step(workload.loss_fn, workload.tx, plan)
         compiled = report(step, plan.abstract_state, batch)
+    predicted = (compiled and compiled.predicted) or predict(workload.loss_fn, plan, batch)
     return Answer(workload.name, setting, predicted, compiled, _whole_bytes(plan))
 
 
@@ -295,7 +296,7 @@ def _fewest(machines: list[Machine], ask: Callable[[Machine], Answer]) -> Found:
             failed.append(one)
             low = middle + 1
     if best:
-        return Found(best, failed[-1] if failed and low else None)
+        return Found(best, failed[-1] if failed else None)
     return Found(None, min(failed, key=lambda one: one.peak))
 
 

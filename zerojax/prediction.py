@@ -13,7 +13,7 @@ from zerojax import explanation, traces
 from zerojax.contracts import Tree
 from zerojax.gradient import gradient_of, on_devices
 from zerojax.losses import as_loss, with_arguments
-from zerojax.placement import Leaf
+from zerojax.placement import Leaf, axes_of
 from zerojax.plan import Plan
 from zerojax.precision import gradient_dtype, merge
 from zerojax.state import check_batch
@@ -155,9 +155,7 @@ def wire_bytes(plan: Plan) -> float:
 
 def _other_axes(leaf: Leaf, plan: Plan) -> int:
     """Into how many parts axes that are no shard axes divide a leaf."""
-    spec = leaf.spec(())
-    named = [axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    return math.prod(plan.mesh.shape[axis] for axis in named)
+    return math.prod(plan.mesh.shape[axis] for entry in leaf.base for axis in axes_of(entry))
 
 
 def _micro_batch(shape: tuple[int, ...], plan: Plan) -> tuple[int, ...]:

@@ -427,10 +427,9 @@ def test_units_of_a_scan_between_two_products(accumulate):
 
 
 def test_stages_that_gather_no_units():
-    assert not explained(1).units
-    assert "no gather units" in str(explained(0))
-    assert "all parameters are whole" in str(explained(2))
-    assert [unit.gathers for unit in explained(2).units] == [(0, 0)] * 3
+    for stage in range(3):
+        assert "all parameters are whole" in str(explained(stage))
+        assert [unit.gathers for unit in explained(stage).units] == [(0, 0)] * 3
     assert "no gather units" in str(explained(3, zerojax.make_eval_step))
 
 
@@ -505,7 +504,7 @@ def test_twice_the_layers_make_no_more_whole_at_a_time(layers_of, loss_fn, monke
     few, many = (temporaries(layers_of(layers), loss_fn, 3) for layers in (4, 8))
     assert many <= 4.2 * LAYER_BYTES  # two layers, a gradient, and the shards of one on their way
     assert many - few <= (4 / 8 + 0.1) * LAYER_BYTES  # the shards of the gradients of four layers
-    assert temporaries(layers_of(8), loss_fn, 1) >= 8 * 2 * LAYER_BYTES  # all parameters and all gradients
+    assert temporaries(layers_of(8), loss_fn, 1) >= 8 * LAYER_BYTES  # all parameters
 
 
 def test_parameters_that_stay_whole_are_not_gathered():

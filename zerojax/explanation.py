@@ -39,8 +39,8 @@ class Explanation:
     """The gather units of one micro-batch of a step, in the order in which they run.
 
     Attributes:
-      units: at stage 3 those whose parameters are gathered; at stage 2 those whose gradients leave together. At stages
-        0 and 1, and in evaluation, the loss is not cut.
+      units: at stage 3 those whose parameters are gathered, at all stages those whose gradients leave together. In
+        evaluation the loss is not cut.
       travels: whether parameters are gathered for each unit.
     """
 
@@ -56,8 +56,8 @@ class Explanation:
     def __str__(self):
         if not self.units:
             return (
-                "no gather units: at stages 0 and 1 and in evaluation all parameters are whole at once. At stage 3 "
-                "none are seen if the step calls a jitted function that ran before: explain that one"
+                "no gather units: in evaluation all parameters are whole at once. Else none are seen if the step "
+                "calls a jitted function that ran before: explain that one"
             )
         columns = ("unit", "does", "parameters", "whole", "turns", "gathered forward", "backward")
         rows = [

@@ -20,7 +20,7 @@ from zerojax.precision import floating, gradient_dtype, merge, rounded
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What makes a stage: when parameters are gathered and when gradients are reduced."""
+    """What makes a stage: when parameters are gathered and how often gradients are reduced."""
 
     gather: Literal["step", "use"]
     reduce: Literal["step", "micro-batch"]
@@ -87,7 +87,7 @@ def _local_sums(objective, plan, params, batch, rng, model_state, scale) -> tupl
     """This device's sums over its micro-batches, and the reduced sum of the gradients."""
     schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, floating(params)
     held = whole_params(shards, plan.wire, plan) if schedule.gather == "step" else shards
-    every, trained = schedule.reduce == "micro-batch", _trained(plan.wire, plan)
+    every, trained = reduces_each(plan), _trained(plan.wire, plan)
     dtype = gradient_dtype(plan.config.precision)
     zeros = [jnp.zeros(a.shape, dtype) for a in _trained(shards if every else held, plan)]
     differentiated = _differentiated(objective, plan, params, held)
@@ -104,46 +104,49 @@ def _local_sums(objective, plan, params, batch, rng, model_state, scale) -> tupl
     return sums, grads if every else _reduced(grads, trained, plan), model_state
 
 
+def reduces_each(plan: Plan) -> bool:
+    """Whether gradients are reduced in each micro-batch, as they are made; else their sum is, at the end of the step.
+
+    If there is only one micro-batch that sends nothing more, whatever the stage.
+    """
+    return _SCHEDULES[plan.config.stage].reduce == "micro-batch" or plan.config.accumulate == 1
+
+
 def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[jax.Array]) -> Callable:
     """``(index, *args of the objective) -> (Loss, gradients)`` of one micro-batch, on parameters as they are held.
 
     The gradients are of what is trained, weighed, and reduced if each micro-batch is by itself.
     """
-    schedule, remat = _SCHEDULES[plan.config.stage], plan.config.remat
-    every, trained = schedule.reduce == "micro-batch", _trained(plan.wire, plan)
+    gathers, remat = _SCHEDULES[plan.config.stage].gather == "use", plan.config.remat
+    every, trained = reduces_each(plan), _trained(plan.wire, plan)
 
     def gather(shards, leaves):
         return whole_params(shards, leaves, plan)
 
     def leaving(grads, leaves, aux):  # what a unit does with its gradient
-        weighed = _weighed(grads, leaves, aux[1], plan)
-        return _reduced(weighed, leaves, plan) if every else weighed
+        return _reduced(_weighed(grads, leaves, aux[1], plan), leaves, plan) if every else grads
 
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
 
-    def on_trained(some, *args):
-        new = iter(some)
-        return on_whole([next(new) if leaf.trained else a for a, leaf in zip(held, plan.wire, strict=True)], *args)
+    in_units = units.gradient(on_whole, held, plan.wire, Traffic(gather if gathers else None, leaving, remat))
 
-    traffic = Traffic(gather if schedule.gather == "use" else None, leaving, remat)
+    def differentiated(index, *args):
+        (_, (loss, divisor)), grads = in_units(index, *args)
+        grads = _trained(grads, plan)
+        return loss, grads if every else _weighed(grads, trained, divisor, plan)
 
-    def in_units(index, *args):
-        (_, (loss, _)), grads = units.gradient(on_whole, held, plan.wire, traffic)(index, *args)
-        return loss, _trained(grads, plan)
-
-    def at_once(_, *args):
-        (_, (loss, divisor)), grads = jax.value_and_grad(on_trained, has_aux=True)(_trained(held, plan), *args)
-        return loss, _weighed(grads, trained, divisor, plan)
-
-    return in_units if every or remat is not None else at_once
+    return differentiated
 
 
-def _weighed(grads: list[jax.Array], leaves: Sequence[Leaf], divisor: jax.Array, plan: Plan) -> list[jax.Array]:
-    """The gradient of a mean becomes that of a sum, in float32 where sums do not overflow."""
+def _weighed(grads: list[Any], leaves: Sequence[Leaf], divisor: jax.Array, plan: Plan) -> list[Any]:
+    """The gradient of a mean becomes that of a sum, in float32 where sums do not overflow; ``None`` stays."""
     dtype = gradient_dtype(plan.config.precision)
-    pairs = zip(grads, leaves, strict=True)
-    return [g if leaf.overwritten else g.astype(dtype) * divisor.astype(dtype) for g, leaf in pairs]
+
+    def weighed(grad, leaf):
+        return grad if grad is None or leaf.overwritten else grad.astype(dtype) * divisor.astype(dtype)
+
+    return [weighed(*pair) for pair in zip(grads, leaves, strict=True)]
 
 
 def _reduced(grads: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:

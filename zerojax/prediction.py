@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import explanation, traces
 from zerojax.contracts import Tree
-from zerojax.gradient import gradient_of, on_devices
+from zerojax.gradient import gradient_of, on_devices, reduces_each
 from zerojax.losses import as_loss, with_arguments
 from zerojax.placement import Leaf, axes_of
 from zerojax.plan import Plan
@@ -74,7 +74,7 @@ def predict(loss_fn: Callable, plan: Plan, batch: Tree) -> Prediction:
     >>> rows = jax.ShapeDtypeStruct((256, 512), "float32")
     >>> found = predict(lambda p, x: jnp.mean((x @ p["w"]) ** 2), plan, rows)
     >>> found.parameters, found.optimizer, found.gradients, found.gathered, found.wire_bytes
-    (16384, 32772, 1048576, 1048576, 2064384.0)
+    (16384, 32772, 16384, 1048576, 2064384.0)
     """
     check_batch(batch, plan, micro_batches=plan.config.accumulate)
     part = jax.tree.map(lambda a: jax.ShapeDtypeStruct(_micro_batch(a.shape, plan), a.dtype), batch)
@@ -96,15 +96,16 @@ def gradient_bytes(plan: Plan) -> int:
     """Of the gradients that a device holds at the end of backward.
 
     One micro-batch's are in the dtype of computation while they are whole, and in ``reduce_dtype`` when they have been
-    reduced. Several micro-batches need their sum besides, in float32.
+    reduced. Several micro-batches need their sum besides, in float32. At stage 0 the copies of parameters go while the
+    reduced gradients come, which makes no more than whole gradients in the dtype of computation.
     """
-    config, total = plan.config, 0
+    config, in_part, total = plan.config, plan.config.stage > 0 and reduces_each(plan), 0
     for leaf in plan.wire:
         size = leaf.size // _other_axes(leaf, plan) if leaf.trained else 0
-        each = jnp.dtype(leaf.compute_dtype if config.stage < 2 else config.precision.reduce_dtype).itemsize
+        each = jnp.dtype(config.precision.reduce_dtype if in_part else leaf.compute_dtype).itemsize
         if config.accumulate > 1:
             each += jnp.dtype(gradient_dtype(config.precision)).itemsize
-        total += size * each // (plan.devices if config.stage >= 2 and leaf.dim is not None else 1)
+        total += size * each // (plan.devices if in_part and leaf.dim is not None else 1)
     return total
 
 
@@ -141,7 +142,7 @@ def wire_bytes(plan: Plan) -> float:
     """
     config = plan.config
     reduced = jnp.dtype(config.precision.reduce_dtype).itemsize
-    turns = config.accumulate if config.stage >= 2 else 1
+    turns = config.accumulate if reduces_each(plan) else 1
     gathers = 2 * config.accumulate if config.stage == 3 else 1
     total = 0.0
     for leaf in plan.wire:

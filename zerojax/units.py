@@ -1,9 +1,10 @@
-"""Stages 2 and 3: the gradient of a loss in gather units, the parameters that are gathered together.
+"""The gradient of a loss in gather units, the parameters that are gathered together.
 
 The loss is traced and its equations are cut into units of consecutive ones (`zerojax.cutting`). Forward, a unit gathers
 its parameters, runs, and keeps for backward what JAX would keep, except the parameters; backward, in reverse order, it
 gathers them again when its cotangent exists, and reduces their gradient at once. A scan over stacked layers does the
-same for each layer, inside its loops. The next parameters travel while the present ones are used.
+same for each layer, inside its loops. The next parameters travel while the present ones are used. Below stage 3 all
+parameters are whole, and units only say when gradients are made and leave.
 """
 
 import contextlib

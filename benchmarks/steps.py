@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,9 +20,12 @@ import numpy as np
 import optax
 from gpt import Size, block_fn, init_fn, loss_fn, optimizer, parameters
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.status import Status
 
 import zerojax
 from zerojax import tables
+from zerojax.comparison import Timed, in_turns
 
 AGREE = 1e-4  # the most that the losses of two ways may differ
 BATCHES = 8  # different ones, in turn
@@ -43,24 +45,11 @@ def batches(size: Size, sharding: NamedSharding) -> list[jax.Array]:
 
 
 @dataclasses.dataclass
-class Way:
-    """One way to write the step ``(state, batch) -> (state, loss)``, and what was measured of it."""
+class Way(Timed):
+    """One way to write the step; its result is the loss."""
 
     name: str
     rivals: tuple[str, ...]  # compared with the fastest of these
-    state: Any
-    step: Callable
-    compile_seconds: float = 0.0
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[jax.Array] = dataclasses.field(default_factory=list)
-
-    def run(self, batch: jax.Array) -> float:
-        """Makes one step and returns its seconds, calls and checks on the host included."""
-        start = time.perf_counter()
-        self.state, loss = self.step(self.state, batch)
-        jax.block_until_ready((self.state, loss))
-        self.losses.append(loss)
-        return time.perf_counter() - start
 
     @property
     def median(self) -> float:
@@ -86,7 +75,7 @@ def by_hand(name: str, init_fn: Callable, mesh: Mesh, placed: Callable, loss: Ca
     shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, placed(leaf.shape)), jax.eval_shape(init, key))
     rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(step, in_shardings=(shardings, rows), out_shardings=(shardings, whole), donate_argnums=0)
-    return Way(name, (), jax.jit(init, out_shardings=shardings)(key), jitted)
+    return Way(name, (), state=jax.jit(init, out_shardings=shardings)(key), step=jitted)
 
 
 def replicated(size: Size, mesh: Mesh) -> Way:
@@ -134,7 +123,7 @@ def stage(size: Size, mesh: Mesh, number: int) -> Way:
         state, metrics = step(state, batch)
         return state, metrics["loss"]
 
-    return Way(f"stage {number}", ("FSDP gathers",) if number == 3 else ("replicated",), state, run)
+    return Way(f"stage {number}", ("FSDP gathers",) if number == 3 else ("replicated",), state=state, step=run)
 
 
 def make_ways(size: Size, mesh: Mesh) -> list[Way]:
@@ -145,26 +134,17 @@ def make_ways(size: Size, mesh: Mesh) -> list[Way]:
 # ---- measuring ----
 
 
-def warm_up(ways: list[Way], batch: jax.Array):
-    """The first step of each, which compiles, and a second; neither is measured."""
-    for way in ways:
-        way.compile_seconds = way.run(batch) - way.run(batch)
-        progress(f"compiled {way.name} in {way.compile_seconds:.1f} s\n")
-
-
 def measure(ways: list[Way], data: list[jax.Array], steps: int):
-    """Rounds in which each way makes one step; the order rotates, and every other round it is reversed."""
-    for number in range(steps):
-        first = number % len(ways)
-        order = (ways[first:] + ways[:first])[:: -1 if number % 2 else 1]
-        for way in order:
-            way.seconds.append(way.run(data[number % len(data)]))
-        progress(f"\rround {number + 1} of {steps}" + "\n" * (number + 1 == steps))
+    with Status("", console=Console(stderr=True)) as status:
+        for way in ways:
+            status.update(f"compiling {way.name}")
+            way.warm_up(data[0])
+        in_turns(ways, data, steps, status.update)
 
 
 def disagreement(ways: list[Way]) -> float:
     """The largest difference between the losses of two ways in any step."""
-    losses = np.array([jax.device_get(way.losses) for way in ways])
+    losses = np.array([jax.device_get(way.results) for way in ways])
     return float(np.ptp(losses, axis=0).max())
 
 
@@ -204,10 +184,6 @@ def row(result: dict) -> tuple[str, ...]:
     return *cells, result["rival"], f"{middle:.3f}", f"{low:.3f} to {high:.3f}"
 
 
-def progress(text: str):
-    print(text, end="", file=sys.stderr, flush=True)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = {"steps": 40, "width": 256, "layers": 10, "sequence": 64, "rows": 16, "devices": 8}
@@ -228,7 +204,6 @@ def main():
     size = Size(options.width, options.layers, options.sequence, options.rows)
     mesh = jax.make_mesh((options.devices,), ("data",), axis_types=(AxisType.Auto,))
     ways, data = make_ways(size, mesh), batches(size, NamedSharding(mesh, PartitionSpec("data")))
-    warm_up(ways, data[0])
     measure(ways, data, options.steps)
     figures = {"jax": jax.__version__, **vars(options), "parameters": parameters(size)}
     figures |= {"disagreement": disagreement(ways), "ways": [summary(way, ways) for way in ways]}

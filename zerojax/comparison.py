@@ -3,6 +3,8 @@
 Gives plain dictionaries; `zerojax.comparison_page` makes files of them.
 """
 
+import bisect
+import functools
 import itertools
 import os
 import platform
@@ -86,25 +88,47 @@ def versions() -> dict[str, str]:
 # ---- measured ----
 
 
-@dataclass
-class _Way:
-    """One setting of the step, and what was measured of it."""
+@dataclass(kw_only=True)
+class Timed:
+    """A step ``(state, batch) -> (state, results)``, and what was measured of it."""
 
-    stage: int
-    accumulate: int
-    remat: bool
-    figures: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
-    step: Any = None
+    state: Any
+    step: Callable
+    compile_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    loss: Any = None
+    results: list[Any] = field(default_factory=list)
 
     def run(self, batch: Any) -> float:
+        """Makes one step and returns its seconds, calls and checks on the host included."""
         start = time.perf_counter()
-        self.state, metrics = self.step(self.state, batch)
-        jax.block_until_ready((self.state, metrics))
-        self.loss = metrics["loss"]
+        self.state, results = self.step(self.state, batch)
+        jax.block_until_ready((self.state, results))
+        self.results.append(results)
         return time.perf_counter() - start
+
+    def warm_up(self, batch: Any):
+        """The first step, which compiles, and a second; neither is measured."""
+        self.compile_seconds = self.run(batch) - self.run(batch)
+
+
+def in_turns(ways: list[Any], data: list[Any], steps: int, tell: Tell):
+    """Rounds in which each of the ways (`Timed`) makes one step, on the same batch.
+
+    Who is next to whom changes from round to round, so that a slow moment is everybody's.
+    """
+    for number in range(steps):
+        tell(f"round {number + 1} of {steps}")
+        first = number % len(ways)
+        for way in (ways[first:] + ways[:first])[:: -1 if number % 2 else 1]:
+            way.seconds.append(way.run(data[number % len(data)]))
+
+
+@dataclass
+class _Way(Timed):
+    """One setting of the step."""
+
+    setting: dict[str, Any]
+    figures: dict[str, Any]
 
 
 def measured(settings: Settings, tell: Tell) -> list[dict[str, Any]]:
@@ -115,39 +139,35 @@ def measured(settings: Settings, tell: Tell) -> list[dict[str, Any]]:
       compile seconds, bytes of a device at rest (live arrays) and at peak (compiled with the scheduler that saves
       memory), bytes sent in a step, and the last loss.
     """
-    data = _batches(settings)
-    ways = [_Way(stage, k, remat) for stage in STAGES for k in (1, 4) for remat in (False, True)]
-    for number, way in enumerate(ways):
-        tell(f"compiling way {number + 1} of {len(ways)}: stage {way.stage}")
-        _prepare(way, settings, data[0])
-    for turn in range(settings.steps):
-        tell(f"round {turn + 1} of {settings.steps}")
-        first = turn % len(ways)  # who is next to whom changes, so that a slow moment is everybody's
-        for way in (ways[first:] + ways[:first])[:: -1 if turn % 2 else 1]:
-            way.seconds.append(way.run(data[turn % len(data)]))
+    data, ways = _batches(settings), []
+    choices = list(itertools.product(STAGES, (1, 4), (False, True)))
+    for number, (stage, k, remat) in enumerate(choices):
+        tell(f"compiling way {number + 1} of {len(choices)}: stage {stage}")
+        ways.append(_way(settings, data[0], stage, k, remat))
+    in_turns(ways, data, settings.steps, tell)
     return [_result(way, settings) for way in ways]
 
 
-def _prepare(way: _Way, settings: Settings, batch: Any):
+def _way(settings: Settings, batch: Any, stage: int, accumulate: int, remat: bool) -> _Way:
     model, tx = settings.model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     mesh = jax.make_mesh((settings.devices,), ("data",), devices=jax.devices()[: settings.devices])
-    config = ZeroConfig(stage=way.stage, accumulate=way.accumulate, remat="unit" if way.remat else None)
+    config = ZeroConfig(stage=stage, accumulate=accumulate, remat="unit" if remat else None)
     plan = make_plan(model.init, tx, mesh, config)
-    way.state, way.step = init_state(model.init, tx, plan, jax.random.key(0)), make_train_step(model.loss, tx, plan)
-    found = report(way.step, plan.abstract_state, batch)
-    at_rest = max(live_bytes(way.state).values())
-    first = way.run(batch)
-    way.figures = {
-        "compile_seconds": first - way.run(batch), "at_rest": at_rest, "peak": found.memory.peak,
-        "wire_bytes": found.wire_bytes,
+    state, step = init_state(model.init, tx, plan, jax.random.key(0)), make_train_step(model.loss, tx, plan)
+    found = report(step, plan.abstract_state, batch)
+    figures = {
+        "at_rest": max(live_bytes(state).values()), "peak": found.memory.peak, "wire_bytes": found.wire_bytes,
     }  # fmt: skip
+    way = _Way({"stage": stage, "accumulate": accumulate, "remat": remat}, figures, state=state, step=step)
+    way.warm_up(batch)
+    return way
 
 
 def _result(way: _Way, settings: Settings) -> dict[str, Any]:
     quartiles = np.percentile(way.seconds, [25, 50, 75]).tolist()
-    tokens = settings.rows * settings.sequence / statistics.median(way.seconds)
-    own = {"stage": way.stage, "accumulate": way.accumulate, "remat": way.remat}
-    return own | way.figures | {"seconds": quartiles, "tokens_per_second": tokens, "final_loss": float(way.loss)}
+    tokens, loss = settings.rows * settings.sequence / statistics.median(way.seconds), way.results[-1]["loss"]
+    measured = {"seconds": quartiles, "tokens_per_second": tokens, "final_loss": float(loss)}
+    return way.setting | {"compile_seconds": way.compile_seconds} | way.figures | measured
 
 
 def _batches(settings: Settings) -> list[np.ndarray]:
@@ -182,16 +202,18 @@ def largest(name: str, stage: int) -> dict[str, Any] | None:
     True
     """
     setting = planning.Setting(machine(name), stage=stage)
-    best, low, high = None, 0, 400
-    while low + 1 < high:
-        layers = (low + high) // 2
-        model = _usual(layers, setting.machine.devices)
-        found = planning.answer(planning.transformer("gpt", **model), setting)
-        if found.fits:
-            best, low = {"parameters": Transformer(**model).parameters, "layers": layers, "peak": found.peak}, layers
-        else:
-            high = layers
-    return best and {"on": name, "stage": stage, **best}
+
+    @functools.cache
+    def answer(layers):
+        return planning.answer(planning.transformer("gpt", **_usual(layers, setting.machine.devices)), setting)
+
+    layers = bisect.bisect_left(range(1, 400), True, key=lambda n: not answer(n).fits)
+    if not layers:
+        return None
+    parameters = Transformer(**_usual(layers, setting.machine.devices)).parameters
+    return {
+        "on": name, "stage": stage, "parameters": parameters, "layers": layers, "peak": answer(layers).peak,
+    }  # fmt: skip
 
 
 def _usual(layers: int, devices: int) -> dict[str, Any]:

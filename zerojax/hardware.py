@@ -73,6 +73,15 @@ class Machine:
         return math.prod(self.grid)
 
     @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Of a mesh whose axes follow the grid.
+
+        >>> machine("h100:64").mesh_shape, machine("v5p:2x2x1").mesh_shape
+        ((64,), (2, 2))
+        """
+        return tuple(n for n in self.grid if n > 1) or (1,)
+
+    @property
     def bandwidth(self) -> float:
         """Bytes a second that a device sends in rings over all of them.
 
@@ -118,6 +127,15 @@ def machine(name: str) -> Machine:
     raise ValueError(
         f"{name!r} is no target; write for example 'h100:8', 'a100-80gb:64', 'v5e:4x4' or 'v5p:2x2x4' (known: {known})"
     )
+
+
+def data_axes(count: int) -> tuple[str, ...]:
+    """Names of so many axes that data and state are divided over.
+
+    >>> data_axes(1), data_axes(2)
+    (('data',), ('data_0', 'data_1'))
+    """
+    return ("data",) if count == 1 else tuple(f"data_{i}" for i in range(count))
 
 
 def _near_cube(count: int, directions: int) -> list[int]:

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 @dataclass(frozen=True)
 class Program:
-    """A function as equations, with no nested ``jit`` that takes parameters.
+    """A function as equations.
 
     Attributes:
       eqns: in the order in which they run.
@@ -44,22 +44,26 @@ def trace(fn: Callable, params: list, *args: Any) -> tuple[Program, Any]:
     return inline(closed, range(len(params))), jax.tree.structure(out)
 
 
-def inline(closed: ClosedJaxpr, params: Collection[int]) -> Program:
-    """The program with the equations of nested ``jit`` in place of calls that take parameters; named scopes are kept.
-
-    Other calls stay: JAX differentiates them as one, and keeps less for backward.
+def inline(closed: ClosedJaxpr, params: Collection[int] | None = None) -> Program:
+    """The program with the equations of nested calls in place of the calls; named scopes are kept.
 
     Args:
-      params: which inputs are parameters.
+      params: which inputs are parameters. Then only a ``jit`` that takes parameters is opened, and states no placement:
+        JAX differentiates other calls as one, and keeps less for backward.
 
     >>> closed = jax.make_jaxpr(lambda w, x: jax.jit(jax.lax.mul)(w, jax.jit(jax.lax.sin)(x)))(1.0, 1.0)
-    >>> [eqn.primitive.name for eqn in inline(closed, params=[0]).eqns]
-    ['jit', 'mul']
+    >>> [[eqn.primitive.name for eqn in inline(closed, params).eqns] for params in (None, [0])]
+    [['sin', 'mul'], ['jit', 'mul']]
     """
     eqns: list[JaxprEqn] = []
     constants: dict[Var, Any] = {}
     inputs = tuple(Var(var.aval) for var in closed.jaxpr.invars)
-    of_params = {inputs[i] for i in params}  # parameters, and what is made of nothing else
+    of_params = {inputs[i] for i in params or ()}  # parameters, and what is made of nothing else
+
+    def opened(eqn, inner):
+        if params is None:
+            return _called(eqn)
+        return _called(eqn) if _is_plain_jit(eqn) and any(var in of_params for var in inner) else None
 
     def enter(closed, inputs, scope):
         here = dict(zip(closed.jaxpr.invars, inputs, strict=True))  # new names: a jaxpr may be called more than once
@@ -74,8 +78,8 @@ def inline(closed: ClosedJaxpr, params: Collection[int]) -> Program:
             inner = [read(atom) for atom in eqn.invars]
             source = eqn.source_info.replace(name_stack=scope + eqn.source_info.name_stack)
             own = variables(inner)
-            if _is_plain_jit(eqn) and any(var in of_params for var in own):
-                outputs = enter(eqn.params["jaxpr"], inner, source.name_stack)
+            if body := opened(eqn, own):
+                outputs = enter(body, inner, source.name_stack)
             else:
                 outputs = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
                 eqns.append(eqn.replace(invars=inner, outvars=outputs, source_info=source))
@@ -126,6 +130,12 @@ def sums_its_own_way(eqn: JaxprEqn) -> bool:
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
     extended = [d for d in dtypes if d is not None and jnp.issubdtype(d, jax.dtypes.extended)]
     return any(not jnp.issubdtype(d, jax.dtypes.prng_key) for d in extended)
+
+
+def _called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation calls, if it is nothing but a call."""
+    name = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}.get(eqn.primitive.name)
+    return eqn.params[name] if name else None
 
 
 def _is_plain_jit(eqn: JaxprEqn) -> bool:

@@ -1,6 +1,8 @@
 """What fits where: the stages of a workload on a machine, by formula or by its compiler; searches for what fits."""
 
+import bisect
 import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -17,7 +19,7 @@ from zerojax import models, tables
 from zerojax.accounting import Bound, Report, report
 from zerojax.config import Precision, ZeroConfig
 from zerojax.contracts import Tree
-from zerojax.hardware import Machine
+from zerojax.hardware import Machine, data_axes
 from zerojax.plan import Plan, make_plan
 from zerojax.prediction import Prediction, predict
 from zerojax.step import make_train_step
@@ -218,9 +220,7 @@ def answer(workload: Workload, setting: Setting, exact: bool = False) -> Answer:
 def _mesh(machine: Machine, exact: bool) -> Any:
     if exact:
         return target(machine.name).mesh()
-    sizes = tuple(n for n in machine.grid if n > 1) or (1,)
-    names = ("data",) if len(sizes) == 1 else tuple(f"data_{i}" for i in range(len(sizes)))
-    return AbstractMesh(sizes, names)
+    return AbstractMesh(machine.mesh_shape, data_axes(len(machine.mesh_shape)))
 
 
 def _whole_bytes(plan: Plan) -> int:
@@ -286,17 +286,11 @@ def _most(ask: Callable[[int], Answer], guess: int) -> Found:
 
 def _fewest(machines: list[Machine], ask: Callable[[Machine], Answer]) -> Found:
     """By bisection: more devices need less memory each, until they are more than the arrays can be divided by."""
-    best, failed, low, high = None, [], 0, len(machines)
-    while low < high:
-        middle = (low + high) // 2
-        one = ask(machines[middle])
-        if one.fits:
-            best, high = one, middle
-        else:
-            failed.append(one)
-            low = middle + 1
-    if best:
-        return Found(best, failed[-1] if failed else None)
+    ask = functools.cache(ask)
+    number = bisect.bisect_left(machines, True, key=lambda machine: ask(machine).fits)
+    if number < len(machines):
+        return Found(ask(machines[number]), ask(machines[number - 1]) if number else None)
+    failed = [ask(machine) for machine in machines]
     return Found(None, min(failed, key=lambda one: one.peak))
 
 

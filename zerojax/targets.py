@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from zerojax.hardware import Machine, machine
+from zerojax.hardware import Machine, data_axes, machine
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Target:
           names: of the axes; by default ``data``, or ``data_0``, ``data_1``, ... if there are several.
         """
         shape = self.grid if shape is None else tuple(shape)
-        if names is None:
-            names = ("data",) if len(shape) == 1 else tuple(f"data_{i}" for i in range(len(shape)))
+        names = data_axes(len(shape)) if names is None else names
         fits = all(type(n) is int and n > 0 for n in shape) and math.prod(shape) == len(self.devices)
         if not fits or len({*names}) != len(shape):
             raise ValueError(f"a mesh {shape} with axes {tuple(names)} does not fit the {len(self.devices)} "
@@ -134,7 +133,7 @@ def _tpus(wanted: Machine) -> Target:
         raise ValueError(f"{name} has {len(devices)} devices, two a chip; this is not supported")
     # Coordinates are (x, y, z); the last direction of the grid changes first.
     ordered = sorted(devices, key=lambda d: tuple(d.coords))
-    return Target(name, "tpu", tuple(ordered), tuple(n for n in grid if n > 1) or (1,), wanted.accelerator.memory_bytes)
+    return Target(name, "tpu", tuple(ordered), wanted.mesh_shape, wanted.accelerator.memory_bytes)
 
 
 def _devices(platform: str, extra: str, **options: Any) -> tuple[Any, ...]:

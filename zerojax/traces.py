@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from zerojax import jaxprs
 
@@ -87,9 +87,9 @@ def peak_bytes(jaxpr: Jaxpr, results: bool = True) -> int:
     >>> peak_bytes(jaxpr), peak_bytes(jaxpr, results=False)
     (2048, 1024)
     """
-    eqns, outputs = _inlined(jaxpr)
-    holds = _holders(eqns, jaxpr, outputs)
-    uncounted = {*jaxpr.invars, *jaxpr.constvars} | (set() if results else {*jaxprs.variables(outputs)})
+    program = jaxprs.inline(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))  # shapes do, without values
+    eqns, outputs, holds = program.eqns, program.outputs, _holders(program)
+    uncounted = {*program.inputs, *program.constants} | (set() if results else {*jaxprs.variables(outputs)})
     last = {var: n for n, eqn in enumerate(eqns) for var in _held(eqn.invars, holds)}
     last |= dict.fromkeys(_held(outputs, holds), len(eqns))
     ends: dict[int, list[Var]] = {}
@@ -106,39 +106,15 @@ def peak_bytes(jaxpr: Jaxpr, results: bool = True) -> int:
     return peak
 
 
-def _inlined(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
-    """Equations and results, with those of nested ``jit`` in place of the calls."""
-    eqns: list[JaxprEqn] = []
-    new: dict[Var, Any] = {}
-
-    def read(atom):
-        return atom if isinstance(atom, Literal) else new.get(atom, atom)
-
-    def enter(jaxpr):
-        for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-                (inner,) = _inner(eqn)
-                new.update(zip(inner.invars, inputs, strict=True))
-                enter(inner)
-                new.update(zip(eqn.outvars, map(read, inner.outvars), strict=True))
-            else:  # new names: a jaxpr may be called more than once
-                outputs = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
-                new.update(zip(eqn.outvars, outputs, strict=True))
-                eqns.append(eqn.replace(invars=inputs, outvars=outputs))
-
-    enter(jaxpr)
-    return eqns, [read(atom) for atom in jaxpr.outvars]
-
-
-def _holders(eqns: list[JaxprEqn], jaxpr: Jaxpr, outputs: list[Any]) -> dict[Var, tuple[Var, ...]]:
+def _holders(program: jaxprs.Program) -> dict[Var, tuple[Var, ...]]:
     """The arrays that must be there for a variable to be used: itself, or those of which it is made on the way."""
+    eqns, outputs = program.eqns, program.outputs
     users: dict[Var, list[str]] = {}
     for eqn in eqns:
         for var in jaxprs.variables(eqn.invars):
             users.setdefault(var, []).append(eqn.primitive.name)
     results = {*jaxprs.variables(outputs)}
-    holds: dict[Var, tuple[Var, ...]] = {var: (var,) for var in (*jaxpr.invars, *jaxpr.constvars)}
+    holds: dict[Var, tuple[Var, ...]] = {var: (var,) for var in (*program.inputs, *program.constants)}
     for eqn in eqns:
         held = tuple(_held(eqn.invars, holds))
         for var in eqn.outvars:

@@ -119,17 +119,17 @@ def test_a_compiler_that_is_not_installed(name, extra, monkeypatch):
 TOKENS = jax.ShapeDtypeStruct((129,), jnp.int32)
 
 
-# Of 16 layers this small the TPU compiler of jax 0.10.2 needs less at stage 1 than at stage 3, and than the formula.
-@pytest.mark.parametrize(("name", "layers", "accumulate"), [
-    pytest.param("h100:8", 16, 1, marks=needs("gpu")),
-    pytest.param("h100:8", 16, 4, marks=[needs("gpu"), pytest.mark.long]),
-    pytest.param("v5e:2x4", 4, 1, marks=[needs("tpu"), pytest.mark.long]),
-    pytest.param("v5e:2x4", 4, 4, marks=[needs("tpu"), pytest.mark.long]),
+# What is whole of a model for TPUs must not fit into their vector memory (128 MiB), which compiled figures leave out.
+@pytest.mark.parametrize(("name", "width", "accumulate"), [
+    pytest.param("h100:8", 256, 1, marks=needs("gpu")),
+    pytest.param("h100:8", 256, 4, marks=[needs("gpu"), pytest.mark.long]),
+    pytest.param("v5e:2x4", 1024, 1, marks=[needs("tpu"), pytest.mark.long]),
+    pytest.param("v5e:2x4", 1024, 4, marks=[needs("tpu"), pytest.mark.long]),
 ])  # fmt: skip
-def test_the_peak_never_rises_with_the_stage(name, layers, accumulate):
+def test_the_peak_never_rises_with_the_stage(name, width, accumulate):
     """By the compiler, and predicted; on GPUs the arguments are what the formula says, TPUs lay arrays out in tiles."""
     machine, tx = hardware.machine(name), planning.transformer("gpt2").tx
-    model = models.Transformer(width=256, layers=layers, heads=2, vocabulary=512, sequence=128)
+    model = models.Transformer(width=width, layers=12, heads=width // 128, vocabulary=512, sequence=128)
     workload = planning.Workload("a small GPT", model.init, model.loss, tx, TOKENS)
     settings = [planning.Setting(machine, 2, accumulate, stage=stage) for stage in range(4)]
     answers = [planning.answer(workload, setting, exact=True) for setting in settings]

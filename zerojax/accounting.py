@@ -30,7 +30,7 @@ _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_experimental_use_collective_kern
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device while a compiled program runs.
+    """Bytes of one device while a compiled program runs. What a TPU keeps in its vector memory is not among them.
 
     Attributes:
       argument: the program's arguments.

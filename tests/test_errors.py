@@ -249,3 +249,29 @@ def test_reports_of_what_is_no_step():
         zerojax.report(lambda x: x, jnp.ones(2))
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
     assert zerojax.report(lowered).memory.argument == 8
+
+
+@pytest.mark.parametrize("words", [np.array(["a"] * 16), np.array([None] * 16), ["a"] * 16])
+def test_batches_of_what_no_device_holds(words):
+    _, state, step = prepare(even_params(), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"batch\['s'\].* has dtype .*, which no device can hold"):
+        step(state, {**even_batch(16), "s": words})
+
+
+def test_init_fn_that_makes_numbers():
+    with pytest.raises(ValueError, match=r"nothing else: blocks/scale is the float 1\.0; make"):
+        zerojax.make_plan(lambda key: {"blocks": {"scale": 1.0}}, optax.sgd(0.1), make_mesh())
+
+
+def test_tx_that_sums_over_the_mesh():
+    summing = optax.stateless(lambda updates, params: jax.lax.psum(updates, "data"))
+    plan = plan_of(tx=summing)
+    with pytest.raises(ValueError, match="needs no collective over mesh axes: leave it out"):
+        zerojax.make_train_step(loss_fn, summing, plan)
+
+
+def test_explaining_what_cannot_be_traced():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
+    for one in (lowered, lowered.compile()):
+        with pytest.raises(ValueError, match="pass the step"):
+            zerojax.explain(one, jnp.ones(2))

@@ -75,6 +75,9 @@ def explain(step: Any, *arguments: Tree) -> Explanation:
       step: from ``make_train_step``, or a function around ``value_and_grad``, jitted or not.
       arguments: of the step, arrays or shapes, such as ``plan.abstract_state`` and a batch.
 
+    Raises:
+      ValueError: for what was lowered or compiled.
+
     >>> import optax
     >>> from zerojax import make_plan, make_train_step
     >>> init_fn, tx = lambda key: {"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}, optax.sgd(0.5)
@@ -88,6 +91,8 @@ def explain(step: Any, *arguments: Tree) -> Explanation:
     <BLANKLINE>
     whole at a time, at most: 2.0 MiB
     """
+    if isinstance(step, (jax.stages.Lowered, jax.stages.Compiled)):
+        raise ValueError("explain traces a step; what was lowered or compiled cannot be traced: pass the step")
     with units.recorded() as found:
         jax.eval_shape(_traced_anew(getattr(step, "jitted", step)), *arguments)
     losses = {id(traffic): (cuts, leaves, traffic) for cuts, leaves, traffic in found}  # a loop may be traced twice

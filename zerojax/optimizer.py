@@ -70,6 +70,9 @@ def check_update(tx: optax.GradientTransformation, plan: Plan):
     try:
         with mesh_context(plan.mesh):
             made = jax.eval_shape(lambda *args: update(tx, *args), grads, opt_state, params, value)
+    except NameError as error:
+        raise ValueError(f"tx cannot be used in a step: {error}\nIt sees global arrays and the mean gradient of all "
+                         "devices, so that it needs no collective over mesh axes: leave it out") from error  # fmt: skip
     except (TypeError, ValueError) as error:
         raise ValueError(f"tx cannot be used in a step: {error}\nFor {_HANDED}.") from error
     for what, new, old in (("updates", made[0], params), ("the optimizer state", made[1], opt_state)):

@@ -262,6 +262,10 @@ def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     def init(key):
         made = init_fn(key)
         variables = made if isinstance(made, Variables) else Variables(made, None)
+        for path, leaf in with_paths(variables.params):
+            if not hasattr(leaf, "dtype"):
+                raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {path} is the "
+                                 f"{type(leaf).__name__} {leaf!r}; make numbers arrays: jnp.asarray(...)")  # fmt: skip
         return Variables(at_rest(variables.params, config.precision.param_dtype), variables.model_state)
 
     return init

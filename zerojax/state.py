@@ -210,7 +210,16 @@ def _same_number(numbers: dict[str, int]) -> int:
 
 
 def _as_arrays(batch: Tree) -> Tree:
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
+    def as_array(keys, leaf):
+        if isinstance(leaf, jax.Array):
+            return leaf
+        array = np.asarray(leaf)
+        if array.dtype.kind in "OSUMm":
+            raise ValueError(f"batch{jax.tree_util.keystr(keys)} has dtype {array.dtype}, which no device can hold; "
+                             "keep such data out of the batch, or encode it as numbers")  # fmt: skip
+        return array
+
+    return jax.tree.map_with_path(as_array, batch)
 
 
 def _own_copy(f: Callable) -> Callable:

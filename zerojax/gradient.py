@@ -123,13 +123,14 @@ def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[ja
     def gather(shards, leaves):
         return whole_params(shards, leaves, plan)
 
-    def leaving(grads, leaves, aux):  # what a unit does with its gradient
-        return _reduced(_weighed(grads, leaves, aux[1], plan), leaves, plan) if every else grads
+    def reduce(grads, leaves, aux):
+        return _reduced(_weighed(grads, leaves, aux[1], plan), leaves, plan)
 
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
 
-    in_units = units.gradient(on_whole, held, plan.wire, Traffic(gather if gathers else None, leaving, remat))
+    traffic = Traffic(gather if gathers else None, reduce if every else None, remat)
+    in_units = units.gradient(on_whole, held, plan.wire, traffic)
 
     def differentiated(index, *args):
         (_, (loss, divisor)), grads = in_units(index, *args)

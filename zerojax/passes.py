@@ -23,12 +23,12 @@ class Traffic:
 
     Attributes:
       gather: ``(held, leaves) -> whole``, or ``None`` if parameters are held whole during the step.
-      reduce: ``(gradients, leaves, aux of the objective) -> reduced gradients``.
+      reduce: ``(gradients, leaves, aux of the objective) -> reduced gradients``, or ``None`` if they stay as they are.
       remat: as in `zerojax.ZeroConfig`.
     """
 
     gather: Callable[[Arrays, Leaves], Arrays] | None
-    reduce: Callable[[Arrays, Leaves, Any], Arrays]
+    reduce: Callable[[Arrays, Leaves, Any], Arrays] | None
     remat: str | Callable[..., Any] | None = None
 
     def shapes(self, leaves: Leaves) -> list[jax.ShapeDtypeStruct]:
@@ -100,17 +100,18 @@ class Pass:
         return self.gather(once_known(self._left[0], once_known(self._done[0], held)), leaves)
 
     def paced(self, cotangents: Arrays) -> Arrays:
-        """Cotangents for the next unit. Without gathers it is they that wait for gradients to leave.
+        """Cotangents for the next unit. Without gathers it is they that wait for gradients to leave, if these do.
 
         Else a scheduler puts off the products of the gradients, and all that they are made of stays.
         """
-        return cotangents if self.prefetches else once_known(self._left[0], cotangents)
+        waits = self._traffic.reduce is not None and not self.prefetches
+        return once_known(self._left[0], cotangents) if waits else cotangents
 
     def gather(self, held: Arrays, leaves: Leaves) -> Arrays:
         return self._traffic.gather(held, leaves) if self._traffic.gather and held else held
 
     def reduce(self, grads: Arrays, leaves: Leaves, aux: Any) -> Arrays:
-        return self._traffic.reduce(grads, leaves, aux) if grads else grads
+        return self._traffic.reduce(grads, leaves, aux) if self._traffic.reduce and grads else grads
 
     def reduced(self, leaves: Leaves, aux: Any) -> list[jax.ShapeDtypeStruct]:
         """What `reduce` would return."""

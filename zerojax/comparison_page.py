@@ -112,7 +112,7 @@ def _plot_largest(result: dict[str, Any], folder: Path) -> Path:
         found = {row["on"]: row["parameters"] / 1e9 for row in result["largest"] if row["stage"] == stage}
         places = np.arange(len(machines)) + 0.2 * stage - 0.3
         bars = axes.bar(places, [found.get(on, 0) for on in machines], 0.18, color=color, label=_NAMES[stage])
-        axes.bar_label(bars, [_digits(found[on]) if on in found else "" for on in machines], fontsize=9)
+        axes.bar_label(bars, [_digits(found[on]) if on in found else "" for on in machines], fontsize=7.5)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(range(len(machines)), machines)
@@ -135,7 +135,8 @@ _KINDS = (
     "*Measured* figures come from steps that ran, on simulated devices that share the cores of one machine: their "
     "times say what a stage adds to the work, not what a network costs. *Compiled* ones are read from programs that "
     "the compilers of absent accelerators made. *Computed* ones come from formulas and the trace of the loss. No ZeRO "
-    "is data parallelism with everything whole on each device (stage 0)."
+    "is data parallelism with everything whole on each device (stage 0). With one micro-batch stages 1 and 2 are the "
+    "same: nothing is summed, so gradients are reduced as they are made."
 )
 _MEASURED = (
     "k is the number of micro-batches. At rest: live arrays. Peak: the compiled program's, with the scheduler that "

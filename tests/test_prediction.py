@@ -1,6 +1,7 @@
 """What is known before compilation, beside the compiled program and the live arrays; what the report tells of both."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -220,3 +221,21 @@ def test_memory_of_traces_is_about_the_compilers(remat):
     predicted = traces.peak_bytes(jax.make_jaxpr(f)(params, tokens).jaxpr, results=False)
     compiled = jax.jit(f).lower(params, tokens).compile(compiler_options=accounting._CPU_OPTIONS)
     assert 0.8 * predicted <= compiled.memory_analysis().temp_size_in_bytes <= 1.5 * predicted  # CPUs fuse less
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_whole_gradients_of_a_micro_batch_are_those_of_a_unit_or_of_a_stack(stage):
+    """Each is added to the float32 sum when it is made; a scan makes those of all its layers together."""
+    size, layers, tx = 512 * 512, 3, optax.adam(1e-3)
+    rows = jax.ShapeDtypeStruct((32, 512), jnp.float32)
+
+    def turn(x, w):
+        return jnp.tanh(x @ w), None
+
+    unrolled = lambda p, x: jnp.mean(functools.reduce(lambda x, w: turn(x, w)[0], p, x) ** 2)  # noqa: E731
+    scanned = lambda p, x: jnp.mean(jax.lax.scan(turn, x, p)[0] ** 2)  # noqa: E731
+    config = zerojax.ZeroConfig(stage=stage, accumulate=4, precision="c=bf16")
+    for made, loss, whole in ((lambda key: [jnp.zeros((512, 512))] * layers, unrolled, 1),
+                              (lambda key: jnp.zeros((layers, 512, 512)), scanned, layers)):  # fmt: skip
+        plan = zerojax.make_plan(made, tx, make_mesh(), config)
+        assert prediction.predict(loss, plan, rows).gradients == 4 * layers * size + 2 * whole * size

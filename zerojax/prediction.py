@@ -84,7 +84,7 @@ def predict(loss_fn: Callable, plan: Plan, batch: Tree) -> Prediction:
         optimizer=plan.bytes_per_device("opt_state"),
         other=plan.bytes_per_device() - sum(map(plan.bytes_per_device, ("params", "opt_state"))),
         batch=sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // plan.devices,
-        gradients=gradient_bytes(plan),
+        gradients=gradient_bytes(loss_fn, plan, batch),
         gathered=gathered_bytes(loss_fn, plan, batch),
         activations=traces.peak_bytes(closed, results=False),
         wire_bytes=wire_bytes(plan),
@@ -92,21 +92,23 @@ def predict(loss_fn: Callable, plan: Plan, batch: Tree) -> Prediction:
     )
 
 
-def gradient_bytes(plan: Plan) -> int:
+def gradient_bytes(loss_fn: Callable, plan: Plan, batch: Tree) -> int:
     """Of the gradients that a device holds at the end of backward.
 
-    One micro-batch's are in the dtype of computation while they are whole, and in ``reduce_dtype`` when they have been
-    reduced. Several micro-batches need their sum besides, in float32. At stage 0 the copies of parameters go while the
-    reduced gradients come, which makes no more than whole gradients in the dtype of computation.
+    Reduced ones are this device's part, in ``reduce_dtype``. Whole ones are in the dtype of computation; at stage 0
+    the copies of parameters go while reduced gradients come, which makes no more. Several micro-batches need their sum
+    besides, in float32: whole gradients are added to it unit by unit, those of stacked layers all at once.
     """
-    config, in_part, total = plan.config, plan.config.stage > 0 and reduces_each(plan), 0
+    config, in_part = plan.config, plan.config.stage > 0 and reduces_each(plan)
+    total, sum_size = 0, jnp.dtype(gradient_dtype(config.precision)).itemsize if config.accumulate > 1 else 0
+    units = () if in_part or config.accumulate == 1 else _units(loss_fn, plan.with_stage(1), batch)
+    stacked = {path for unit in units if unit.turns > 1 for path in unit.params}
     for leaf in plan.wire:
         size = leaf.size // _other_axes(leaf, plan) if leaf.trained else 0
-        each = jnp.dtype(config.precision.reduce_dtype if in_part else leaf.compute_dtype).itemsize
-        if config.accumulate > 1:
-            each += jnp.dtype(gradient_dtype(config.precision)).itemsize
+        own = jnp.dtype(config.precision.reduce_dtype if in_part else leaf.compute_dtype).itemsize
+        each = sum_size if units and leaf.path not in stacked else sum_size + own
         total += size * each // (plan.devices if in_part and leaf.dim is not None else 1)
-    return total
+    return total + max((unit.bytes for unit in units if unit.turns == 1), default=0)
 
 
 def gathered_bytes(loss_fn: Callable, plan: Plan, batch: Tree) -> int:
@@ -117,10 +119,15 @@ def gathered_bytes(loss_fn: Callable, plan: Plan, batch: Tree) -> int:
             for leaf in plan.wire
             if leaf.dim is not None or leaf.compute_dtype != leaf.dtype.name
         )
+    return explanation.Explanation(_units(loss_fn, plan, batch), True).whole_bytes
+
+
+def _units(loss_fn: Callable, plan: Plan, batch: Tree) -> tuple[explanation.UnitUse, ...]:
+    """The gather units of the loss, with what a device holds of their parameters when they are whole."""
     gradient, state = gradient_of(loss_fn, plan), plan.abstract_state
     scale = None if state.loss_scale is None else jax.ShapeDtypeStruct((), "float32")
     units = explanation.explain(gradient, state.params, batch, state.rng, state.model_state, scale).units
-    return explanation.Explanation(tuple(_divided(unit, plan) for unit in units), True).whole_bytes
+    return tuple(_divided(unit, plan) for unit in units)
 
 
 def _divided(unit: explanation.UnitUse, plan: Plan) -> explanation.UnitUse:

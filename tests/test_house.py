@@ -27,7 +27,7 @@ ORDER = [  # a module imports only modules that stand before it
     *("collectives", "losses", "jaxprs", "cutting", "passes", "loops", "units", "explanation", "gradient"),
     *("state", "evaluation", "step", "equality", "traces", "prediction", "accounting", "targets"),
     *("models", "planning", "comparison", "comparison_page"),
-    *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli"),
+    *("linen", "nnx", "demo", "trial", "run_folder", "background", "cli", "__main__"),
 ]
 ONLY = {name: set() for name in ("hlo", "buffers", "hardware", "formulas")}  # less than the order would allow
 MAX_LINES = 600

@@ -137,6 +137,8 @@ def test_the_command_answers_for_a_users_model(tmp_path):
     (["gpt-5"], "known: gpt2, gpt2-medium"), (["gpt2", "--on", "b7:8"], "no target"),
     (["gpt"], "needs --width, --layers, --heads"), (["mine:wrong"], r"must return \(init_fn, loss_fn, tx, batch\)"),
     (["mine:nothing"], "cannot import"), (["mine:make", "--width", "8"], "--width is for named models"),
+    (["mine:jnp"], "mine:jnp is no function"),
+    (["mine:make", "--accumulate", "3"], "64 rows of mine:make cannot be divided over 8 devices x 3 micro-batches"),
     (["gpt2", "--find", "rows"], "not one of 'batch'"), (["gpt2", "--precision", "c=int8"], "int8"),
     (["gpt2", "--stage", "4"], "stage=4"), (["gpt2", "--rows", "0"], "rows=0"),
     (["mine:make", "--accumulate", "0"], "accumulate=0"), (["gpt2", "--find", "stage", "--stage", "3"], "leave it out"),

@@ -181,7 +181,8 @@ class Report:
         for path, leaf in jax.tree.leaves_with_path(tree):
             if leaf.ndim and (jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating), tuple(leaf.shape)) in shapes:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
-                raise AssertionError(f"the program makes an array {list(leaf.shape)}, as large as the whole of {name}")
+                whole = f"the whole of {name}" if name else "the whole one"
+                raise AssertionError(f"the program makes an array {list(leaf.shape)}, as large as {whole}")
 
     def to_dict(self) -> dict:
         """Plain numbers and strings, for JSON."""

@@ -277,8 +277,14 @@ def _answers(tell, model, sizes, setting, stage, exact, find) -> tuple[list[Any]
     workload, own_rows = planning.workload(model, sizes)
     machine, given = hardware.machine(setting.pop("on")), setting.pop("rows")
     base = planning.Setting(machine, 1 if given is None else given, **setting)
-    if given is None:
-        base = dataclasses.replace(base, rows=max(1, own_rows // (machine.devices * base.accumulate)))
+    if given is None and own_rows > 1:
+        rows, rest = divmod(own_rows, machine.devices * base.accumulate)
+        if rest:
+            raise ValueError(
+                f"the {own_rows} rows of {model} cannot be divided over {tables.count(machine.devices, 'device')} x "
+                f"{base.accumulate} micro-batches; say --rows, those of a device in a micro-batch"
+            )
+        base = dataclasses.replace(base, rows=rows)
     searched = {"stage": ("stage", stage), "batch": ("rows", given)}.get(find or "", ("", None))
     if searched[1] is not None:
         raise ValueError(f"--find {find} searches what --{searched[0]} would say; leave it out")

@@ -170,11 +170,14 @@ def from_user(reference: str) -> tuple[Workload, int]:
     module, _, name = reference.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module), name)()
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot import {reference!r}: {error}") from error
     finally:
         sys.path.pop(0)
+    if not callable(function):
+        raise ValueError(f"{reference} is no function that returns (init_fn, loss_fn, tx, batch), but {function!r}")
+    made = function()
     if not isinstance(made, tuple) or len(made) != 4:
         raise ValueError(f"{reference} must return (init_fn, loss_fn, tx, batch), not {type(made).__name__}")
     init_fn, loss_fn, tx, batch = made

@@ -18,14 +18,15 @@ _UNITS = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2), ("PiB", 2))  # with di
 def size(bytes: float) -> str:
     """Bytes for people, in binary units; exact below 10 KiB.
 
-    >>> size(1234), size(12_595), size(2**22), size(1.25 * 2**30)
-    ('1,234 B', '12.3 KiB', '4.0 MiB', '1.25 GiB')
+    >>> size(1234), size(12_595), size(2**22), size(1.25 * 2**30), size(250.123 * 2**30)
+    ('1,234 B', '12.3 KiB', '4.0 MiB', '1.25 GiB', '250.1 GiB')
     """
     if abs(bytes) < 10 * 1024:
         return f"{bytes:,.0f} B"
     for power, (unit, digits) in enumerate(_UNITS, start=1):
-        text = f"{bytes / 1024**power:,.{digits}f} {unit}"
-        if round(abs(bytes) / 1024**power, digits) < 1024:
+        value = bytes / 1024**power
+        text = f"{value:,.{1 if abs(value) >= 100 else digits}f} {unit}"
+        if round(abs(value), digits) < 1024:
             break
     return text
 

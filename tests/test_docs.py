@@ -53,8 +53,6 @@ def test_outputs_are_compared():
 
 @of_each(WITH_PYTHON)
 def test_python_runs_and_prints_what_the_page_says(page):
-    if page.stem == "reports" and jax.__version_info__ < (0, 10, 2):
-        pytest.skip("this version leaves no record of single arrays")
     for block, printed in run(page):
         written = block["output"]
         assert same(printed, written or ""), f"{page.name} says\n{written}\nand its Python prints\n{printed}"

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py")
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 ORDER = [  # a module imports only modules that stand before it
-    *("tables", "contracts", "config", "hlo", "buffers", "hardware", "formulas", "precision", "scaling"),
+    *("tables", "contracts", "config", "hlo", "buffers", "liveness", "hardware", "formulas", "precision", "scaling"),
     *("compilers", "placement", "plan", "optimizer"),
     *("collectives", "losses", "jaxprs", "cutting", "passes", "loops", "units", "explanation", "gradient"),
     *("state", "evaluation", "step", "equality", "traces", "prediction", "accounting", "targets"),

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import jax
 
-from zerojax import buffers, hlo, tables
 from zerojax import collectives as _collectives
+from zerojax import hlo, liveness, tables
 from zerojax.formulas import at_rest_bytes, communication_volume, model_state_bytes  # noqa: F401 (of one subject)
 from zerojax.hardware import Machine
 from zerojax.hlo import Collective, collectives  # noqa: F401
@@ -23,6 +23,8 @@ _CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_
 # XLA's own kernels for sums of a few numbers are for the GPUs of one host. The compiler of jax 0.12 tries to make one
 # for 64 GPUs as well, and ends the process; older ones do not know the option, nor need it.
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_experimental_use_collective_kernels": ""}
+
+_SLICES = ("dynamic_slice", "squeeze")  # how JAX ends the name of what a scan takes out of an array
 
 
 # ---- memory ----
@@ -95,8 +97,8 @@ class Report:
       collectives: in program order.
       beside: of each of them, whether matrix products are scheduled between its start and its end; empty on CPUs,
         whose programs do not tell.
-      gradients, gathered: bytes of gradients and of gathered parameters when the temporaries need most, as far as the
-        compiler's record of its buffers tells; ``None`` without a plan or a record.
+      gradients, gathered: bytes of gradients and of gathered parameters when the temporaries need most, found by
+        following the program's schedule; ``None`` without a plan, or if what is alive then is not near ``memory.temp``.
       predicted: what plan and loss say, for a step of ``make_train_step``; else ``None``.
       made: dtypes and shapes of all arrays that the program makes.
 
@@ -143,7 +145,7 @@ class Report:
         return sum(sent for sent, beside in chosen if beside) / total if total else None
 
     def held(self, what: Literal["gradients", "gathered"]) -> int:
-        """Bytes of gradients or of gathered parameters; by formula, where the compiler left no record."""
+        """Bytes of gradients or of gathered parameters; by formula, where the program does not tell."""
         compiled = getattr(self, what)
         return getattr(self.predicted, what, 0) if compiled is None else compiled
 
@@ -207,7 +209,7 @@ class Report:
             return tables.render(("memory, a device", "compiled"), plain)
         rows = [(name, *map(tables.size, sizes)) for name, *sizes in parts]
         note = "" if self.gathered is not None else (
-            "\ngradients and gathered parameters by formula: this compiler left no record of single arrays"
+            "\ngradients and gathered parameters by formula: the program does not tell what is alive in it"
         )  # fmt: skip
         return tables.render(("memory, a device", "formula", "compiled"), rows) + note
 
@@ -363,21 +365,23 @@ def _held(compiled: jax.stages.Compiled, plan: Plan) -> tuple[int | None, int | 
     """Bytes of gradients and of gathered parameters when the temporaries of a program need most.
 
     Parameters are known by the named scope in which they are gathered; gradients by that in which they are reduced, or
-    by their shape, that of a trained parameter or of a part of it.
+    by their shape, that of a trained parameter or of a part of it. A layer taken out of stacked parameters has it too.
     """
-    stats = compiled.memory_analysis()
-    record = getattr(stats, "serialized_buffer_assignment_proto", None)
     runtime: Any = compiled.runtime_executable()
-    modules = runtime.hlo_modules() if record and runtime else []
-    if not record or len(modules) != 1:
+    modules = runtime.hlo_modules() if runtime else []
+    try:
+        found = liveness.at_the_peak(modules[0].as_serialized_hlo_module_proto()) if len(modules) == 1 else []
+    except (LookupError, ValueError):  # a form of instruction that is not known: the report says that it cannot tell
         return None, None
-    found = buffers.at_the_peak(record, modules[0].as_serialized_hlo_module_proto())
-    if found is None:
+    total, planned = sum(buffer.bytes for buffer in found), memory(compiled).temp
+    if not 0.8 * planned <= total <= 1.1 * planned:  # gaps between arrays are in the plan only
         return None, None
     shapes = _gradient_shapes(plan)
     gathered = sum(buffer.bytes for buffer in found if _collectives.GATHERED in buffer.scope)
     others = [buffer for buffer in found if _collectives.GATHERED not in buffer.scope]
-    return sum(b.bytes for b in others if _collectives.REDUCED in b.scope or _flat(b.dims) in shapes), gathered
+    gradients = [b for b in others if _collectives.REDUCED in b.scope + b.reducer
+                 or (_flat(b.dims) in shapes and not b.scope.endswith(_SLICES))]  # fmt: skip
+    return sum(b.bytes for b in gradients), gathered
 
 
 def _gradient_shapes(plan: Plan) -> set[tuple[int, ...]]:

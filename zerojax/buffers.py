@@ -1,7 +1,7 @@
-"""What is alive at the moment when a compiled program needs most: its buffers, by the instructions that made them.
+"""A compiled module's instructions, in the order in which they run, and the buffers that they make.
 
-XLA's compilers leave a record of their buffer assignment (``BufferAssignmentProto`` of xla/service/hlo.proto), and the
-module that belongs to it (``HloModuleProto``). Both are read here without XLA's own classes, which Python has not.
+A module is a message ``HloModuleProto`` of xla/service/hlo.proto, read here without XLA's own classes, which Python has
+not.
 """
 
 import struct
@@ -12,7 +12,6 @@ _VIEWS = frozenset(
     ["bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "opt-barrier", "reshape", "transpose"]
 )
 _STEPS = 32  # from view to view, at most
-_NOT_TEMPORARY = (3, 5, 7, 12)  # an allocation of one thread, of an argument, of a result, of a constant
 
 
 class Buffer(NamedTuple):
@@ -22,58 +21,67 @@ class Buffer(NamedTuple):
       bytes: its size.
       scope: JAX's name of the operation that made it, with its named scopes: "jit(step)/.../dot_general". Of a copy or
         another view, that of the operation whose result it is; "" if XLA made it of its own.
-      dims: its shape; of a tuple, empty.
+      dims: its shape.
+      reducer: JAX's name of the sum over devices that reads it; "" if there is none.
     """
 
     bytes: int
     scope: str
     dims: tuple[int, ...]
+    reducer: str
 
 
-def at_the_peak(assignment: bytes, module: bytes) -> list[Buffer] | None:
-    """The buffers besides arguments and results that are alive when they need most, largest first.
+class Instruction(NamedTuple):
+    """One of a module.
 
-    ``None`` if the record does not tell, as that of jaxlib 0.10.0.
-
-    Args:
-      assignment: ``compiled.memory_analysis().serialized_buffer_assignment_proto``.
-      module: ``as_serialized_hlo_module_proto()`` of the compiled module.
+    Attributes:
+      opcode: its kind.
+      scope: JAX's name of the operation, with its named scopes.
+      shape: a message ``ShapeProto``.
+      index: of a get-tuple-element, which element; of a parameter, which one.
+      operands: numbers of instructions.
+      called: numbers of computations.
+      within: the number of its computation.
+      aliases: what lies in an operand's memory: place in the result, operand, place in the operand.
     """
-    makers, buffers, temporary, found, told = _Module(module), {}, set(), [], False
-    for number, value in _fields(assignment):
-        fields = dict(_fields(value)) if number in (1, 3, 5) else {}
-        if number == 1:
-            maker = dict(_fields(fields.get(3, b""))).get(4, 0)
-            buffers[fields.get(1, 0)] = fields.get(2, 0), maker
-        elif number == 3 and not any(fields.get(n) for n in _NOT_TEMPORARY):
-            temporary.add(fields.get(1, 0))
-        elif number == 5:  # what is alive when an allocation is fullest
-            told = True
-            found.extend(buffers[key] for key in _packed(fields.get(2, b"")) if fields.get(1, 0) in temporary)
-    if not told:
-        return None
-    named = [Buffer(size, makers.scope(maker), makers.dims(maker)) for size, maker in found]
-    return sorted(named, key=lambda buffer: -buffer.bytes)
 
-
-class _Instruction(NamedTuple):
     opcode: str
     scope: str
     shape: bytes
     index: int
     operands: list[int]
+    called: list[int]
     within: int
+    aliases: list[tuple[list[int], int, list[int]]]
 
 
-class _Module:
-    """A module's instructions by their numbers."""
+class Module:
+    """A module's instructions by their numbers.
+
+    Attributes:
+      instructions: by number.
+      order: of each computation the numbers of its instructions, as they run.
+      roots: of each computation the number of the instruction whose result is its own.
+      entry: the number of the computation that the program is.
+    """
 
     def __init__(self, message: bytes):
-        self.instructions: dict[int, _Instruction] = {}
-        self.loops: dict[int, int] = {}  # by the number of the body
-        for number, computation in _fields(message):
+        self.instructions: dict[int, Instruction] = {}
+        self.order: dict[int, list[int]] = {}
+        self.roots: dict[int, int] = {}
+        self.entry = 0
+        self._loops: dict[int, int] = {}  # by the number of the body
+        schedule = b""
+        for number, value in fields_of(message):
             if number == 3:
-                self._read(computation)
+                self._read(value)
+            elif number == 6:
+                self.entry = value
+            elif number == 7:
+                schedule = value
+        for _, entry in fields_of(schedule):
+            parts = dict(fields_of(entry))
+            self.order[parts.get(1, 0)] = numbers_of(parts.get(2, b""), 1)
 
     def scope(self, number: int) -> str:
         """The scope of an instruction, or of what it is a view of."""
@@ -89,20 +97,12 @@ class _Module:
             number = following
         return ""
 
-    def dims(self, number: int) -> tuple[int, ...]:
-        """The shape of an instruction's result."""
-        dims: list[int] = []
-        for field, value in _fields(self.instructions[number].shape if number in self.instructions else b""):
-            if field == 3:
-                dims.extend(_packed(value) if isinstance(value, bytes) else [value])
-        return tuple(dims)
-
-    def _viewed(self, i: _Instruction) -> int | None:
+    def _viewed(self, i: Instruction) -> int | None:
         """What an instruction copies or takes out of; of what a loop carries, what it began with."""
         if i.opcode == "get-tuple-element":
             source = self.instructions.get(i.operands[0])
             if source and source.opcode == "parameter":
-                source = self.instructions.get(self.loops.get(source.within, -1))
+                source = self.instructions.get(self._loops.get(source.within, -1))
             if source and source.opcode == "while":
                 source = self.instructions.get(source.operands[0])
             if source and source.opcode == "tuple":
@@ -110,29 +110,37 @@ class _Module:
         return i.operands[0] if i.operands else None
 
     def _read(self, computation: bytes):
-        fields = list(_fields(computation))
-        own = next((value for number, value in fields if number == 5), 0)
-        for number, instruction in fields:
-            if number != 2:
-                continue
-            operands, called, values = [], [], {}
-            for field, value in _fields(instruction):
-                values[field] = value
-                if field in (36, 38):
-                    many = operands if field == 36 else called
-                    many.extend(_packed(value) if isinstance(value, bytes) else [value])
-            scope = dict(_fields(values.get(7, b""))).get(2, b"").decode()
-            opcode = values.get(2, b"").decode()
-            key = values.get(35, 0)
-            self.instructions[key] = _Instruction(opcode, scope, values.get(3, b""), values.get(13, 0), operands, own)
-            if opcode == "while":
-                self.loops.update(dict.fromkeys(called, key))
+        parts = list(fields_of(computation))
+        own = dict(parts).get(5, 0)
+        self.roots[own] = dict(parts).get(6, 0)
+        self.order[own] = []
+        for number, instruction in parts:
+            if number == 2:
+                key, found = _instruction(instruction, own)
+                self.instructions[key] = found
+                self.order[own].append(key)
+                if found.opcode == "while":
+                    self._loops.update(dict.fromkeys(found.called, key))
+
+
+def _instruction(message: bytes, within: int) -> tuple[int, Instruction]:
+    """It, and its number."""
+    values = dict(fields_of(message))
+    opcode = values.get(2, b"").decode()
+    scope = dict(fields_of(values.get(7, b""))).get(2, b"").decode()
+    index = values.get(9 if opcode == "parameter" else 13, 0)
+    aliases = [
+        (numbers_of(alias, 1), dict(fields_of(alias)).get(2, 0), numbers_of(alias, 3))
+        for number, alias in fields_of(message) if number == 74
+    ]  # fmt: skip
+    operands, called = numbers_of(message, 36), numbers_of(message, 38)
+    return values.get(35, 0), Instruction(opcode, scope, values.get(3, b""), index, operands, called, within, aliases)
 
 
 # ---- the wire format of protocol buffers ----
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
     """Its fields: number and value, an integer or bytes."""
     position = 0
     while position < len(message):
@@ -169,3 +177,12 @@ def _packed(message: bytes) -> list[int]:
         value, position = _varint(message, position)
         values.append(value)
     return values
+
+
+def numbers_of(message: bytes, field: int) -> list[int]:
+    """All that a repeated field of integers holds, packed or not."""
+    found = []
+    for number, value in fields_of(message):
+        if number == field:
+            found.extend(_packed(value) if isinstance(value, bytes) else [value])
+    return found

@@ -289,8 +289,8 @@ def check_whole(leaves: Iterable[Leaf], devices: int):
         more = f"; and {len(whole) - 5} more" if len(whole) > 5 else ""
         raise ValueError(
             f"{len(whole)} leaves, {lost / total:.1%} of the state's bytes, cannot be partitioned over {devices} "
-            f"devices and would stay whole on each: {names}{more}. Pad a dim (such as a vocabulary) to a multiple of "
-            f"{devices}, use another mesh, or accept it with ZeroConfig(allow_whole=True)."
+            f"devices and would stay whole on each: {names}{more}. Pad a dim of floats (such as a vocabulary) "
+            f"to a multiple of {devices}, use another mesh, or accept it with ZeroConfig(allow_whole=True)."
         )
 
 

@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import functools
 import importlib
 import os
 import sys
@@ -289,12 +288,16 @@ def _most(ask: Callable[[int], Answer], guess: int) -> Found:
 
 def _fewest(machines: list[Machine], ask: Callable[[Machine], Answer]) -> Found:
     """By bisection: more devices need less memory each, until they are more than the arrays can be divided by."""
-    ask = functools.cache(ask)
-    number = bisect.bisect_left(machines, True, key=lambda machine: ask(machine).fits)
+    asked: dict[Machine, Answer] = {}
+
+    def fits(machine):
+        asked[machine] = ask(machine)
+        return asked[machine].fits
+
+    number = bisect.bisect_left(machines, True, key=fits)
     if number < len(machines):
-        return Found(ask(machines[number]), ask(machines[number - 1]) if number else None)
-    failed = [ask(machine) for machine in machines]
-    return Found(None, min(failed, key=lambda one: one.peak))
+        return Found(asked[machines[number]], asked[machines[number - 1]] if number else None)
+    return Found(None, min(asked.values(), key=lambda one: one.peak))
 
 
 # ---- words ----

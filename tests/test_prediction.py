@@ -88,7 +88,7 @@ def test_parts_are_those_of_the_compiled_program(reports):
         if stage in (1, 2):
             assert 0.65 * whole <= report.gathered <= 2.01 * whole  # this compiler turns a copy of them
         if stage == 3:
-            assert report.gathered <= 1.05 * report.predicted.gathered
+            assert report.gathered <= 1.2 * report.predicted.gathered  # jaxlib 0.10.0 turns a copy of some
         if stage == 1 and k > 1:
             assert report.gradients >= 0.7 * whole
         assert report.gradients + report.gathered <= report.memory.temp

@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.status import Status
 
 import zerojax
-from zerojax import accounting, hlo, tables, targets
+from zerojax import accounting, tables, targets
+from zerojax.cost import hlo
 
 LAYERS, WIDTH, DTYPE = 24, 2048, jnp.bfloat16
 GPT = gpt.Size(width=2048, layers=24, sequence=1024, rows=4, vocabulary=32768, head=128)  # rows of one device

@@ -80,7 +80,7 @@ def demo() -> dict:
     """`zerojax train` on this accelerator, and its own account of it."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        call = "from zerojax.cli import main; main()"
+        call = "from zerojax.app.cli import main; main()"
         command = [sys.executable, "-c", call, "train", "--devices", "1", "--run-dir", str(run)]
         subprocess.run(command, check=True, stdout=sys.stderr)
         return json.loads((run / "summary.json").read_text())

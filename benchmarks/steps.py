@@ -25,7 +25,7 @@ from rich.status import Status
 
 import zerojax
 from zerojax import tables
-from zerojax.comparison import Timed, in_turns
+from zerojax.app.comparison import Timed, in_turns
 
 AGREE = 1e-4  # the most that the losses of two ways may differ
 BATCHES = 8  # different ones, in turn

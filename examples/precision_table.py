@@ -4,7 +4,8 @@ import argparse
 
 import jax
 import zerojax
-from zerojax import demo, tables
+from zerojax import tables
+from zerojax.app import demo
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=demo.RunConfig.steps, help="updates of each run")

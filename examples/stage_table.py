@@ -4,7 +4,8 @@ import argparse
 
 import jax
 import zerojax
-from zerojax import accounting, demo, tables
+from zerojax import accounting, tables
+from zerojax.app import demo
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step, each of one row a device")

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import accounting, tables
-from zerojax.accounting import Collective, Memory, Report, collectives
+from zerojax.cost.report import Collective, Memory, Report, collectives
 
 N = 8
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:N]), ("data",))

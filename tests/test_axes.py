@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from reference import make_grid, wave
 
 import zerojax
-from zerojax.hlo import collectives
+from zerojax.cost.hlo import collectives
 
 SIZES = {"a": 2, "b": 4}  # devices 0 to 7, b first to change
 

@@ -191,7 +191,7 @@ def start(popen):
 
 @pytest.fixture
 def command(popen):
-    return lambda *arguments: popen("from zerojax.cli import main; main()", *arguments)
+    return lambda *arguments: popen("from zerojax.app.cli import main; main()", *arguments)
 
 
 def wait_for(condition, process, seconds=240):
@@ -331,7 +331,7 @@ def test_folders_that_cannot_be_written_are_told(command, tmp_path):
 
 @pytest.mark.parametrize("name", ["grain", "matplotlib"])
 def test_missing_extras_are_told(name, capsys, monkeypatch):
-    own = ("zerojax.demo", "zerojax.trial")
+    own = ("zerojax.app.demo", "zerojax.app.trial")
     for module in [m for m in sys.modules if m.partition(".")[0] == name or m in own]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there

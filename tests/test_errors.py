@@ -13,7 +13,7 @@ from reference import even_batch, even_params, loss_fn, make_mesh, odd_params, p
 
 import zerojax
 from zerojax import Precision, ZeroConfig, make_plan
-from zerojax.prediction import predict
+from zerojax.cost.prediction import predict
 
 SGD = optax.sgd(0.1)
 

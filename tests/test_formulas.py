@@ -6,8 +6,8 @@ import math
 import jax
 import pytest
 
-from zerojax import formulas, hardware, models
-from zerojax.formulas import deepspeed_bytes, largest_model, model_state_bytes, paper_model_state_bytes
+from zerojax.cost import formulas, hardware, models
+from zerojax.cost.formulas import deepspeed_bytes, largest_model, model_state_bytes, paper_model_state_bytes
 
 # arXiv 1910.02054, table 1: GB of a device at stages 1, 2 and 3, by devices and billions of parameters.
 TABLE_1 = {

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from zerojax import liveness
+from zerojax.cost import liveness
 
 # jaxlib 0.10.0 has it elsewhere
 _hlo = importlib.import_module("jaxlib._hlo" if importlib.util.find_spec("jaxlib._hlo") else "jaxlib._jax")

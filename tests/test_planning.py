@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from zerojax import comparison, comparison_page, planning
-from zerojax.hardware import machine
-from zerojax.prediction import Prediction
+from zerojax.app import comparison, comparison_page
+from zerojax.cost import planning
+from zerojax.cost.hardware import machine
+from zerojax.cost.prediction import Prediction
 
 ROOT = Path(__file__).parent.parent
 SMALL = planning.transformer("gpt", width=512, layers=4, heads=8, vocabulary=1024, sequence=128)
@@ -28,7 +29,7 @@ def ask(setting, workload=SMALL):
 @pytest.fixture(autouse=True)
 def small_devices(monkeypatch):
     """Devices with 256 MiB, so that small models are large."""
-    from zerojax import hardware
+    from zerojax.cost import hardware
 
     tiny = dataclasses.replace(hardware.ACCELERATORS["v5e"], memory_bytes=2**28)
     monkeypatch.setitem(hardware.ACCELERATORS, "v5e", tiny)
@@ -104,7 +105,7 @@ def test_what_cannot_be_divided_is_told():
 
 
 def zerojax(*arguments, folder, env=()):
-    code = "from zerojax.cli import main; main()"
+    code = "from zerojax.app.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **dict(env)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=1200)
@@ -144,7 +145,7 @@ def test_the_command_answers_for_a_users_model(tmp_path):
     (["mine:make", "--accumulate", "0"], "accumulate=0"), (["gpt2", "--find", "stage", "--stage", "3"], "leave it out"),
 ])  # fmt: skip
 def test_mistakes_are_told_in_a_line(arguments, words, tmp_path, monkeypatch, capsys):
-    from zerojax import cli
+    from zerojax.app import cli
 
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -157,7 +158,7 @@ def test_mistakes_are_told_in_a_line(arguments, words, tmp_path, monkeypatch, ca
 
 
 def test_a_search_by_the_command(tmp_path, capsys):
-    from zerojax import cli
+    from zerojax.app import cli
 
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "gpt3-175b", "--on", "h100:64", "--find", "devices", "--stage", "3"])
@@ -206,7 +207,7 @@ def test_the_files(tmp_path):
 
 
 def test_a_comparison_that_cannot_be_written(tmp_path, capsys):
-    from zerojax import cli
+    from zerojax.app import cli
 
     (tmp_path / "kept.txt").write_text("mine")
     with pytest.raises(SystemExit) as ended:

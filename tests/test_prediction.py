@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from reference import even_batch, even_params, loss_fn, make_grid, make_mesh, prepare, weighted_loss
 
 import zerojax
-from zerojax import accounting, liveness, models, prediction, traces
+from zerojax import accounting
+from zerojax.cost import liveness, models, prediction, traces
 
 MODEL = models.Transformer(width=128, layers=4, heads=2, vocabulary=256, sequence=64)
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

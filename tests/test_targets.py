@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import zerojax
-from zerojax import hardware, hlo, models, planning
-from zerojax.targets import target
+from zerojax.cost import hardware, hlo, models, planning
+from zerojax.cost.targets import target
 
 LAYERS, WIDTH, ROWS = 8, 512, 64
 INSTALLED = {"gpu": "jax_cuda12_plugin", "tpu": "libtpu"}

@@ -11,7 +11,7 @@ from jax import lax
 from reference import assert_close, make_mesh, wave
 
 import zerojax
-from zerojax import cutting
+from zerojax.units import cutting
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 

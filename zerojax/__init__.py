@@ -23,28 +23,29 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from zerojax.accounting import report
     from zerojax.config import LossScale, Precision, ZeroConfig
     from zerojax.contracts import Loss, TrainState, Variables
+    from zerojax.cost.report import report
     from zerojax.equality import check_optimizer
     from zerojax.evaluation import make_eval_step
-    from zerojax.explanation import explain
     from zerojax.plan import Plan, make_plan
     from zerojax.state import gather_params, init_state
     from zerojax.step import make_train_step, value_and_grad
+    from zerojax.units.explanation import explain
 
     __version__: str
 else:  # on first use: JAX takes a second to import, for which the command's help need not wait
     _NAMES = {
-        "accounting": ["report"],
         "config": ["LossScale", "Precision", "ZeroConfig"],
         "contracts": ["Loss", "TrainState", "Variables"],
         "equality": ["check_optimizer"],
-        "explanation": ["explain"],
         "plan": ["Plan", "make_plan"],
         "state": ["gather_params", "init_state"],
         "evaluation": ["make_eval_step"],
         "step": ["make_train_step", "value_and_grad"],
+        "units.explanation": ["explain"],
+        "cost.report": ["report"],
+        "accounting": [],
         "targets": [],
     }
 

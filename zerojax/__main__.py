@@ -1,6 +1,6 @@
 """The command line, as ``python -m zerojax``."""
 
-from zerojax.cli import main
+from zerojax.app.cli import main
 
 if __name__ == "__main__":
     main()

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, units
+from zerojax import collectives
 from zerojax.contracts import Loss, Tree
 from zerojax.losses import divide, fold, global_mean, objective_of, weighted, with_arguments
-from zerojax.passes import Traffic
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
 from zerojax.precision import floating, gradient_dtype, merge, rounded
+from zerojax.units.gradient import gradient
+from zerojax.units.passes import Traffic
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[ja
         return objective(merge(whole, params), *args)
 
     traffic = Traffic(gather if gathers else None, reduce if every else None, remat)
-    in_units = units.gradient(on_whole, held, plan.wire, traffic)
+    in_units = gradient(on_whole, held, plan.wire, traffic)
 
     def differentiated(index, *args):
         (_, (loss, divisor)), grads = in_units(index, *args)

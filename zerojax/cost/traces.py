@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from zerojax import jaxprs
+from zerojax.units import jaxprs
 
 _ON_THE_WAY = frozenset(
     [

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax import explanation, traces
 from zerojax.contracts import Tree
+from zerojax.cost import traces
 from zerojax.gradient import gradient_of, on_devices, reduces_each
 from zerojax.losses import as_loss, with_arguments
 from zerojax.placement import Leaf, axes_of
 from zerojax.plan import Plan
 from zerojax.precision import gradient_dtype, merge
 from zerojax.state import check_batch
+from zerojax.units import explanation
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zerojax.buffers import Buffer, Instruction, Module, fields_of, numbers_of
+from zerojax.cost.buffers import Buffer, Instruction, Module, fields_of, numbers_of
 
 _BITS = {n: bits for bits, numbers in {
     8: (1, 2, 6, 19, 20, 23, 24, 25, 28, 29, 33), 16: (3, 7, 10, 16), 32: (4, 8, 11), 64: (5, 9, 12, 15), 128: (18,),

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from zerojax.cutting import Unit
 from zerojax.placement import Leaf
 from zerojax.precision import is_floating
+from zerojax.units.cutting import Unit
 
 Arrays = list[jax.Array]
 Leaves = Sequence[Leaf]

@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import zerojax
-from zerojax import background, tables
-from zerojax.run_folder import RunFolder
+from zerojax import tables
+from zerojax.app import background
+from zerojax.app.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from zerojax.trial import Trial
+    from zerojax.app.trial import Trial
 
 _EVERY = 10  # steps between two lines where there is no terminal
 _EXTRAS = ("grain", "matplotlib")  # what the demo needs and the library does not
@@ -172,7 +173,7 @@ def run(run_dir: Path | str | None = None, **settings: Any) -> int:
 
     Args:
       run_dir: the folder to write; ``runs/<timestamp>`` by default.
-      settings: fields of `zerojax.demo.RunConfig`.
+      settings: fields of `zerojax.app.demo.RunConfig`.
 
     Returns:
       The exit code: 0, or 130 after Ctrl-C.
@@ -196,7 +197,7 @@ def run(run_dir: Path | str | None = None, **settings: Any) -> int:
 def _prepare(settings: dict[str, Any], phase: Callable[[str], None]) -> "Trial":
     phase("starting JAX")
     with _extras("train"):
-        from zerojax import demo, trial
+        from zerojax.app import demo, trial
     with _mistakes():
         return trial.Trial(demo.RunConfig(**settings), phase)
 
@@ -257,7 +258,7 @@ def plan(
     """
     with _mistakes(), _progress() as show:
         answers, lines = background.call(lambda tell: _answers(tell, model, sizes, setting, stage, exact, find), show)
-    from zerojax import planning
+    from zerojax.cost import planning
 
     if answers:
         print(f"{planning.table(answers)}\n\n{planning.notes(answers)}")
@@ -272,7 +273,7 @@ def _answers(tell, model, sizes, setting, stage, exact, find) -> tuple[list[Any]
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # nothing runs; a compiler for absent devices needs no others
-    from zerojax import hardware, planning
+    from zerojax.cost import hardware, planning
 
     workload, own_rows = planning.workload(model, sizes)
     machine, given = hardware.machine(setting.pop("on")), setting.pop("rows")
@@ -331,7 +332,7 @@ def _compare(settings: dict[str, Any], path: Path, tell: Callable[[str], None]) 
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings["devices"])
-    from zerojax import comparison, comparison_page
+    from zerojax.app import comparison, comparison_page
 
     result = comparison.compare(comparison.Settings(**settings), tell)
     return comparison_page.page(result), comparison_page.write(result, path)

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import tables, units
+from zerojax import tables
 from zerojax.contracts import Tree
-from zerojax.cutting import Unit
-from zerojax.passes import Traffic
+from zerojax.units import gradient as units
+from zerojax.units.cutting import Unit
+from zerojax.units.passes import Traffic
 
 
 @dataclass(frozen=True)

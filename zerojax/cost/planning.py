@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh
 
-from zerojax import models, tables
-from zerojax.accounting import Bound, Report, report
+from zerojax import tables
 from zerojax.config import Precision, ZeroConfig
 from zerojax.contracts import Tree
-from zerojax.hardware import Machine, data_axes
+from zerojax.cost import models
+from zerojax.cost.hardware import Machine, data_axes
+from zerojax.cost.prediction import Prediction, predict
+from zerojax.cost.report import Bound, Report, report
+from zerojax.cost.targets import target
 from zerojax.plan import Plan, make_plan
-from zerojax.prediction import Prediction, predict
 from zerojax.step import make_train_step
-from zerojax.targets import target
 
 RESERVED = 0.05  # of the memory: the driver's context, buffers of collectives, gaps between arrays
 _MOST_DEVICES = 2**16
@@ -143,7 +144,7 @@ def usable(machine: Machine) -> float:
 
 
 def transformer(name: str, **sizes: Any) -> Workload:
-    """A model of `zerojax.models`, by name or, as ``"gpt"`` or ``"llama"``, by sizes; AdamW and clipping.
+    """A model of `zerojax.cost.models`, by name or, as ``"gpt"`` or ``"llama"``, by sizes; AdamW and clipping.
 
     >>> transformer("gpt2").row.shape
     (1025,)

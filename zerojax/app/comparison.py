@@ -1,6 +1,6 @@
 """No ZeRO against stages 1, 2 and 3: measured on simulated devices, compiled for absent ones, computed for all others.
 
-Gives plain dictionaries; `zerojax.comparison_page` makes files of them.
+Gives plain dictionaries; `zerojax.app.comparison_page` makes files of them.
 """
 
 import bisect
@@ -20,11 +20,11 @@ import numpy as np
 import optax
 
 import zerojax
-from zerojax import planning
-from zerojax.accounting import live_bytes, report
 from zerojax.config import ZeroConfig
-from zerojax.hardware import machine
-from zerojax.models import Transformer
+from zerojax.cost import planning
+from zerojax.cost.hardware import machine
+from zerojax.cost.models import Transformer
+from zerojax.cost.report import live_bytes, report
 from zerojax.plan import make_plan
 from zerojax.state import init_state
 from zerojax.step import make_train_step

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.cutting import Flow, Loop, Unit, read
-from zerojax.passes import Arrays, Pass, Reduced, Sums, first_of, linearize, look_at, once_known
+from zerojax.units.cutting import Flow, Loop, Unit, read
+from zerojax.units.passes import Arrays, Pass, Reduced, Sums, first_of, linearize, look_at, once_known
 
 
 class _Layers:

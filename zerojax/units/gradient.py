@@ -1,10 +1,10 @@
 """The gradient of a loss in gather units, the parameters that are gathered together.
 
-The loss is traced and its equations are cut into units of consecutive ones (`zerojax.cutting`). Forward, a unit gathers
-its parameters, runs, and keeps for backward what JAX would keep, except the parameters; backward, in reverse order, it
-gathers them again when its cotangent exists, and reduces their gradient at once. A scan over stacked layers does the
-same for each layer, inside its loops. The next parameters travel while the present ones are used. Below stage 3 all
-parameters are whole, and units only say when gradients are made and leave.
+The loss is traced and its equations are cut into units of consecutive ones (`zerojax.units.cutting`). Forward, a unit
+gathers its parameters, runs, and keeps for backward what JAX would keep, except the parameters; backward, in reverse
+order, it gathers them again when its cotangent exists, and reduces their gradient at once. A scan over stacked layers
+does the same for each layer, inside its loops. The next parameters travel while the present ones are used. Below
+stage 3 all parameters are whole, and units only say when gradients are made and leave.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import jaxprs
-from zerojax.cutting import Unit, cut, read
-from zerojax.loops import run_loop
-from zerojax.passes import Arrays, Leaves, Pass, Reduced, Sums, Traffic, linearize, look_at
+from zerojax.units import jaxprs
+from zerojax.units.cutting import Unit, cut, read
+from zerojax.units.loops import run_loop
+from zerojax.units.passes import Arrays, Leaves, Pass, Reduced, Sums, Traffic, linearize, look_at
 
 
 def gradient(

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from zerojax import jaxprs
 from zerojax.collectives import TOGETHER_BELOW
 from zerojax.placement import Leaf
 from zerojax.precision import is_floating
+from zerojax.units import jaxprs
 
 ENOUGH = 2**24  # elements of a unit: more would not make its collectives any faster
 

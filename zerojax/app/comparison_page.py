@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 
 
 def write(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Everything that `zerojax.comparison.compare` found, in a folder; returns the paths, the page first."""
+    """Everything that `zerojax.app.comparison.compare` found, in a folder; returns the paths, the page first."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "comparison.md"]
     for name in ("measured", "compiled", "largest", "fewest"):

@@ -12,7 +12,7 @@ import zerojax
 from zerojax import tables
 
 if TYPE_CHECKING:
-    from zerojax.demo import RunConfig
+    from zerojax.app.demo import RunConfig
 
 
 class RunFolder:
@@ -55,7 +55,7 @@ class RunFolder:
         self._write("summary.json", _json(self._summary(interrupted), indent=2) + "\n")
 
     def _plot(self):
-        from zerojax import demo  # here, since it imports JAX
+        from zerojax.app import demo  # here, since it imports JAX
 
         path, devices = self.path / "loss.png", tables.count(self.config.devices, "device")
         title = f"ZeRO stage {self.config.stage}, {devices}: learning Python's sources byte by byte"

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 import zerojax
-from zerojax import demo, tables
+from zerojax import tables
+from zerojax.app import demo
 
 _HELD_OUT_BATCHES = 8
 _SAMPLED = 300  # bytes
@@ -47,9 +48,9 @@ class Trial:
         """Train, then measure.
 
         Args:
-          tell: told every ``"phase"`` (in words) and ``"step"`` (see `zerojax.demo.train`), and the results by name:
-            platform, versions, held_out_loss (nats per byte), sample (text) and memory (bytes per device of this
-            stage and, to compare, of stage 0).
+          tell: told every ``"phase"`` (in words) and ``"step"`` (see `zerojax.app.demo.train`), and the results by
+            name: platform, versions, held_out_loss (nats per byte), sample (text) and memory (bytes per device of
+            this stage and, to compare, of stage 0).
         """
         tell("platform", self.platform)
         tell("versions", {name: version(name) for name in ("jax", "jaxlib")})

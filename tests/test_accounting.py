@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import accounting, tables
-from zerojax.cost.report import Collective, Memory, Report, collectives
+from zerojax.accounting import Collective, Memory, Report, collectives
+from zerojax.cost import report as own
 
 N = 8
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:N]), ("data",))
@@ -514,7 +515,7 @@ def test_compile_options_are_of_the_devices_not_of_the_default_backend():
         def compile(self, compiler_options):
             return compiler_options
 
-    assert accounting._compile(Elsewhere(), ()) is None
+    assert own._compile(Elsewhere(), ()) is None
 
 
 def test_report_groups_what_is_alike():

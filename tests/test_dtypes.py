@@ -211,7 +211,7 @@ def test_the_compiled_program_sends_half_the_bytes():
     for precision in ("c=f32", "g=fp16"):
         plan, step = planned(loss_fn, precision=precision, stage=1)
         compiled = step.lower(plan.abstract_state, jax.eval_shape(lambda: even_batch())).compile()
-        found = [c for c in zerojax.cost.report.collectives(compiled.as_text()) if c.kind == "all-gather"]
+        found = [c for c in zerojax.accounting.collectives(compiled.as_text()) if c.kind == "all-gather"]
         texts[precision] = sum(c.bytes for c in found)
     assert texts == {"c=f32": 4 * (W + B), "g=fp16": 2 * (W + B)}
 

@@ -308,3 +308,62 @@ def test_evaluation_weighs_rows_as_training_does():
     placed = jax.device_put(batch, NamedSharding(plan.mesh, P()))
     for given in (batch, placed):
         assert float(evaluate(state, given)["loss"]) == pytest.approx(0.5231629610, rel=1e-5)
+
+
+# ---- losses that compute across the devices; what travels in float16 ----
+
+
+def normalized(params, batch, axis=None):
+    """A hidden layer normalized over all rows of the micro-batch, and a weighted mean: rows of a device matter to all."""
+    h = batch["x"] @ params["w"]
+    moments = jnp.mean(h, 0), jnp.mean(h**2, 0)
+    mean, square = lax.pmean(moments, axis) if axis else moments
+    h = (h - mean) / jnp.sqrt(square - mean**2 + 1e-3)
+    each = jnp.mean((jax.nn.relu(h) @ params["v"] - batch["y"]) ** 2, -1) * batch["mask"]
+    return zerojax.Loss(jnp.sum(each), jnp.sum(batch["mask"]))
+
+
+def in_micro_batches(loss, params, batch, k):
+    """The same on one device: sums over micro-batches of the same rows."""
+    parts = [loss(params, jax.tree.map(lambda a, i=i: a[i::k], batch)) for i in range(k)]
+    return sum(part.total for part in parts) / sum(part.weight for part in parts)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("stage", range(4))
+def test_cotangents_that_cross_devices_are_in_one_unit(stage, k):
+    """Devices have other weights; one whole device has none. With a divisor of its own each, off by 4.6e-1."""
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    batch = {"x": x, "y": np.sin(3 * x), "mask": (np.arange(32) < 27).astype(np.float32)}
+    keys = jax.random.split(jax.random.key(0))
+    params = {"w": jax.random.normal(keys[0], (16, 32)) / 4, "v": jax.random.normal(keys[1], (32, 16)) / 6}
+    right = jax.jit(jax.value_and_grad(lambda p: in_micro_batches(normalized, p, batch, k)))(params)
+    plan = zerojax.make_plan(
+        lambda key: params, optax.sgd(0.1), make_mesh(4), zerojax.ZeroConfig(stage=stage, accumulate=k)
+    )
+    f = jax.jit(zerojax.value_and_grad(lambda p, b: normalized(p, b, "data"), plan))
+    ours = jax.device_get(f(jax.device_put(params, plan.state_shardings.params), batch))
+    assert_close(ours[0], right[0], 1e-6)
+    for name, gradient in right[1].items():
+        np.testing.assert_allclose(ours[1][name], gradient, rtol=0, atol=1e-6 * np.abs(gradient).max())
+
+
+ROW_SUMS = {
+    "mean": lambda p, x: jnp.mean(x * p["w"].sum()),
+    "loss": lambda p, x: zerojax.Loss(jnp.sum(x * p["w"].sum()), x.shape[0]),
+    "weights": lambda p, x: zerojax.Loss(jnp.sum(x * p["w"].sum()), jnp.sum(x != 0)),
+}
+
+
+@pytest.mark.parametrize("slope", [1.0, 40_000.0])
+@pytest.mark.parametrize("kind", list(ROW_SUMS))
+def test_what_travels_is_of_the_size_of_a_mean(kind, slope):
+    """In float16, of which the largest is 65,504: sums over rows, and sums of means over devices, would be infinite."""
+    x, tx = jnp.full((8 * 4 * 128,), slope), optax.sgd(1.0)
+    for stage in range(4):
+        for k in (1, 4):
+            config = zerojax.ZeroConfig(stage=stage, accumulate=k, precision="r=fp16")
+            plan = zerojax.make_plan(lambda key: {"w": jnp.zeros((16,))}, tx, make_mesh(), config)
+            f = jax.jit(zerojax.value_and_grad(ROW_SUMS[kind], plan))
+            gradient = f(jax.device_put({"w": jnp.zeros((16,))}, plan.state_shardings.params), x)[1]
+            np.testing.assert_allclose(gradient["w"], np.full(16, slope), rtol=1e-3)  # half a step of float16

@@ -7,11 +7,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax import collectives
 from zerojax.contracts import Loss, Tree
-from zerojax.losses import divide, fold, global_mean, objective_of, weighted, with_arguments
+from zerojax.losses import divide, fold, global_mean, objective_of, share, weighted, with_arguments
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
 from zerojax.precision import floating, gradient_dtype, merge, rounded
@@ -45,17 +46,15 @@ def gradient_of(loss_fn: Callable, plan: Plan) -> Callable:
     objective = objective_of(with_arguments(loss_fn), plan)
 
     def local(params, batch, rng, model_state, scale):
-        sums, grads, model_state = _local_sums(objective, plan, params, batch, rng, model_state, scale)
-        loss = global_mean(sums, plan)
+        sums, grads, model_state = _local(objective, plan, params, batch, rng, model_state, scale)
         dtype = gradient_dtype(plan.config.precision)
 
-        def mean(grad):
-            sum_of_means = divide(grad.astype(dtype), loss.weight)
-            return sum_of_means if scale is None else sum_of_means / scale.astype(dtype)
+        def unscaled(grad):
+            return grad.astype(dtype) if scale is None else grad.astype(dtype) / scale.astype(dtype)
 
         pairs = zip(grads, _trained(plan.wire, plan), strict=True)
-        grads = [g if leaf.overwritten else mean(g) for g, leaf in pairs]
-        return loss, grads, collectives.mean(model_state, plan.axes)
+        grads = [g if leaf.overwritten else unscaled(g) for g, leaf in pairs]
+        return global_mean(sums, plan), grads, collectives.mean(model_state, plan.axes)
 
     grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
     in_specs = (param_specs(plan), plan.batch_sharding.spec, PartitionSpec(), PartitionSpec(), PartitionSpec())
@@ -84,8 +83,8 @@ def param_specs(plan: Plan) -> Tree:
     return plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
 
 
-def _local_sums(objective, plan, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
-    """This device's sums over its micro-batches, and the reduced sum of the gradients."""
+def _local(objective, plan, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
+    """This device's sums of the loss over its micro-batches, and the reduced mean gradient of all."""
     schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, floating(params)
     held = whole_params(shards, plan.wire, plan) if schedule.gather == "step" else shards
     every, trained = reduces_each(plan), _trained(plan.wire, plan)
@@ -94,14 +93,16 @@ def _local_sums(objective, plan, params, batch, rng, model_state, scale) -> tupl
     differentiated = _differentiated(objective, plan, params, held)
 
     def micro_batch(model_state, index, rows):
-        loss, grads = differentiated(index, rows, fold(rng, index, plan), model_state, scale)
+        loss, weight, grads = differentiated(index, rows, fold(rng, index, plan), model_state, scale)
         grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
-        return loss.model_state, grads, weighted(loss)
+        return loss.model_state, grads, weight, weighted(loss)
 
     if count == 1:
-        model_state, grads, sums = micro_batch(model_state, 0, batch)
+        model_state, grads, weight, sums = micro_batch(model_state, 0, batch)
+        grads = [jnp.where(weight == 0, 0, g) if isinstance(weight, Tracer) else g for g in grads]
     else:
-        model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, _micro_batches(batch, count))
+        rows = _micro_batches(batch, count)
+        model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, rows)
     return sums, grads if every else _reduced(grads, trained, plan), model_state
 
 
@@ -114,9 +115,10 @@ def reduces_each(plan: Plan) -> bool:
 
 
 def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[jax.Array]) -> Callable:
-    """``(index, *args of the objective) -> (Loss, gradients)`` of one micro-batch, on parameters as they are held.
+    """``(index, *args of the objective) -> (Loss, weight of all devices, gradients)`` of one micro-batch.
 
-    The gradients are of what is trained, weighed, and reduced if each micro-batch is by itself.
+    On parameters as they are held. The gradients are of what is trained: this device's part of the mean over all rows
+    of the micro-batch, or if each micro-batch is reduced by itself, that mean.
     """
     gathers, remat = _SCHEDULES[plan.config.stage].gather == "use", plan.config.remat
     every, trained = reduces_each(plan), _trained(plan.wire, plan)
@@ -124,8 +126,8 @@ def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[ja
     def gather(shards, leaves):
         return whole_params(shards, leaves, plan)
 
-    def reduce(grads, leaves, aux):
-        return _reduced(_weighed(grads, leaves, aux[1], plan), leaves, plan)
+    def reduce(grads, leaves):
+        return _reduced(_shares(grads, leaves, plan), leaves, plan)
 
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
@@ -134,19 +136,22 @@ def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[ja
     in_units = gradient(on_whole, held, plan.wire, traffic)
 
     def differentiated(index, *args):
-        (_, (loss, divisor)), grads = in_units(index, *args)
+        (_, (loss, weight)), grads = in_units(index, *args)
         grads = _trained(grads, plan)
-        return loss, grads if every else _weighed(grads, trained, divisor, plan)
+        return loss, weight, grads if every else _shares(grads, trained, plan)
 
     return differentiated
 
 
-def _weighed(grads: list[Any], leaves: Sequence[Leaf], divisor: jax.Array, plan: Plan) -> list[Any]:
-    """The gradient of a mean becomes that of a sum, in float32 where sums do not overflow; ``None`` stays."""
-    dtype = gradient_dtype(plan.config.precision)
+def _shares(grads: list[Any], leaves: Sequence[Leaf], plan: Plan) -> list[Any]:
+    """This device's part of the mean gradient, in float32; ``None`` stays.
+
+    Before it travels: what is sent, and every sum of it on the way, is of the size of the mean, which must fit float16.
+    """
+    dtype, part = gradient_dtype(plan.config.precision), share(plan)
 
     def weighed(grad, leaf):
-        return grad if grad is None or leaf.overwritten else grad.astype(dtype) * divisor.astype(dtype)
+        return grad if grad is None or leaf.overwritten else grad.astype(dtype) * part
 
     return [weighed(*pair) for pair in zip(grads, leaves, strict=True)]
 
@@ -160,19 +165,23 @@ def _reduced(grads: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list
 
 
 def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
-    """Sums over the micro-batches, in a scan; the model state is threaded through."""
+    """Means over the micro-batches by weight, in a scan; sums of the loss; the model state is threaded through."""
 
     def body(carry, part):
         model_state, sums = carry
-        model_state, grads, weighted = micro_batch(model_state, *part)
-        return (model_state, [add(*parts) for parts in zip(sums, grads, leaves, strict=True)]), weighted
+        model_state, grads, weight, weighted = micro_batch(model_state, *part)
+        sums = [add(*parts, weight) for parts in zip(sums, grads, leaves, strict=True)]
+        return (model_state, sums), (weight, weighted)
 
-    def add(total, grad, leaf):  # what overwrites is largest of all micro-batches, and never below zero
-        return jnp.maximum(total, grad) if leaf.overwritten else total + grad.astype(total.dtype)
+    def add(total, grad, leaf, weight):  # what overwrites is largest of all micro-batches, and never below zero
+        dtype = total.dtype
+        return jnp.maximum(total, grad) if leaf.overwritten else total + grad.astype(dtype) * weight.astype(dtype)
 
     count = jax.tree.leaves(batches)[0].shape[0]
-    (model_state, sums), weighted = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
-    return model_state, sums, jax.tree.map(lambda a: a.sum(0), weighted)
+    (model_state, sums), (weights, weighted) = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
+    weight = weights.sum()
+    means = [a if leaf.overwritten else divide(a, weight) for a, leaf in zip(sums, leaves, strict=True)]
+    return model_state, means, jax.tree.map(lambda a: a.sum(0), weighted)
 
 
 def _micro_batches(batch: Tree, count: int) -> Tree:

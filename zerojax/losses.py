@@ -45,36 +45,48 @@ def with_arguments(fn: Callable) -> Callable:
 
 
 def objective_of(call: Callable, plan: Plan) -> Callable:
-    """The loss as ``(params, batch, rng, model_state, scale) -> (part of a mean to differentiate, (Loss, divisor))``.
+    """The loss as ``(params, batch, rng, model_state, scale) -> (what to differentiate, Loss)``.
 
-    The local mean, not the sum: the gradient of a sum over many rows overflows float16. It is scaled, in float32; the
-    `Loss` is not. Where largest gradients are noted (fp8), the part of the mean over all rows of the step, so that they
-    are those of the whole batch.
+    On each device its sum over the mean weight of all devices: about the mean over its rows, since the gradient of a
+    sum over many rows overflows float16. One divisor for all, so that a cotangent that crosses devices (of a mean over
+    them inside the loss) is in the same unit everywhere. The mean over the devices is the gradient of the micro-batch's
+    mean; `share` says what each contributes. The `Loss` has this device's total, and the weight of all devices. It is
+    scaled, in float32; the `Loss` is not.
     """
-    overwrites = any(leaf.overwritten for leaf in plan.wire)
 
     def objective(params, batch, rng, model_state, scale):
         value = call(params, batch, rng, model_state)
         loss = as_loss(value, "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
-        weight = lax.stop_gradient(loss.weight)
-        divisor = _divisor(_weight_of_step(value, weight, plan) if overwrites else weight)
-        mean = loss.total / divisor
+        known = not (isinstance(value, Loss) and isinstance(value.weight, Tracer))  # the same number on every device
+        if not known:
+            _check_micro_batches(plan)
+        own = lax.stop_gradient(loss.weight)
+        weight = own * plan.devices if known else collectives.all_reduce(own, plan.axes)
+        mean = loss.total / _divisor(weight * share(plan))
         scaled = mean if scale is None else mean * scale.astype(mean.dtype)
-        return scaled, (Loss(loss.total, weight, loss.metrics, new), divisor)
+        return scaled, (Loss(loss.total, own, loss.metrics, new), weight)
 
     return objective
 
 
-def _weight_of_step(value: Any, weight: jax.Array, plan: Plan) -> jax.Array:
-    """Of all rows, known from one micro-batch."""
-    count = plan.config.accumulate
-    if count > 1 and isinstance(value, Loss) and isinstance(value.weight, Tracer):
+def share(plan: Plan) -> float:
+    """What a device's gradient counts for in that of the micro-batch: all devices as much.
+
+    Where largest gradients are noted (fp8), they shall be those of the step: what is differentiated is then a part of
+    the mean over all rows of all micro-batches.
+    """
+    overwrites = any(leaf.overwritten for leaf in plan.wire)
+    return float(plan.config.accumulate) if overwrites else 1 / plan.devices
+
+
+def _check_micro_batches(plan: Plan):
+    """A loss of which only each micro-batch tells the weight cannot be part of a mean over all of them."""
+    if plan.config.accumulate > 1 and any(leaf.overwritten for leaf in plan.wire):
         raise ValueError(
             "with accumulate > 1, parameters that their gradient overwrites (fp8) need a loss whose weight is a plain "
             "number, the same for every micro-batch: return the mean over the rows, or use accumulate=1"
         )
-    return collectives.all_reduce(weight, plan.axes) * count
 
 
 def as_loss(value: Any, name: str, rows: int = 1) -> Loss:

@@ -48,7 +48,7 @@ def gradient(
         tape = _all_forward(cuts, values, way)
         total, aux = treedef.unflatten(read(values, program.outputs))
         cotangents = Sums({program.outputs[0]: jnp.ones_like(total)})
-        grads = _all_back(tape, cotangents, aux, Pass(held, leaves, traffic, total))
+        grads = _all_back(tape, cotangents, Pass(held, leaves, traffic, total))
         return (total, aux), [grads.get(i) for i in range(len(held))]
 
     return run
@@ -86,16 +86,16 @@ def _all_forward(units: list[Unit], values: dict, way: Pass) -> list[_Done]:
     return tape
 
 
-def _all_back(tape: list[_Done], cotangents: Sums, aux: Any, way: Pass) -> Sums:
+def _all_back(tape: list[_Done], cotangents: Sums, way: Pass) -> Sums:
     """The reduced gradients. That of a parameter of several units waits for the first of them, and travels once."""
     first = {i: number for number, done in reversed(list(enumerate(tape))) for i in done.unit.trained}
     grads, waiting = Reduced(), Sums()
     for number, done in reversed(list(enumerate(tape))):
         unit = done.unit
         if any(var in cotangents for var in unit.results):  # else the loss does not depend on it
-            _backward(done, cotangents, waiting, grads, aux, way)
+            _backward(done, cotangents, waiting, grads, way)
         ready = [i for i in unit.trained if i in waiting and first[i] == number]
-        reduced = way.reduce([waiting.pop(i) for i in ready], way.leaves(ready), aux)
+        reduced = way.reduce([waiting.pop(i) for i in ready], way.leaves(ready))
         way.left(reduced)
         grads.add(ready, reduced)
         cotangents.wait_for([waiting[i] for i in unit.trained if i in waiting], unit.active)
@@ -109,7 +109,7 @@ def _forward(unit: Unit, whole: Arrays, values: dict, way: Pass) -> Callable:
     """Run a unit.
 
     Returns:
-      ``(views, still views, cotangents, aux, way) -> (of views, of active, reduced gradients of stacks)``.
+      ``(views, still views, cotangents, way) -> (of views, of active, reduced gradients of stacks)``.
     """
     views, still = unit.look(whole)
     inputs = views, read(values, unit.active), still, read(values, unit.passive)
@@ -119,14 +119,14 @@ def _forward(unit: Unit, whole: Arrays, values: dict, way: Pass) -> Callable:
     return back
 
 
-def _backward(done: _Done, cotangents: Sums, waiting: Sums, grads: Sums, aux: Any, way: Pass):
+def _backward(done: _Done, cotangents: Sums, waiting: Sums, grads: Sums, way: Pass):
     """Add the cotangents of a unit's inputs, whole gradients that wait to be reduced, and reduced ones of stacks."""
     unit, whole = done.unit, done.whole
     if whole is None:
         whole = way.whole(way.held(unit.params), way.leaves(unit.params))
     views, still, look_back = look_at(unit, whole)
     of_results = way.paced(cotangents.of(unit.results))
-    of_views, of_active, of_stacks = done.back(views, still, of_results, aux, way)
+    of_views, of_active, of_stacks = done.back(views, still, of_results, way)
     of_whole = look_back(of_views)
     way.done([*of_active, *of_whole])
     cotangents.add(unit.active, of_active)
@@ -138,7 +138,7 @@ def _plain(unit: Unit, views: Arrays, active: Arrays, still: Arrays, passive: Ar
     """``(results, others, back)`` of a unit that is no loop."""
     results, others, kept, rebuild = linearize(unit, views, active, [*still, *passive], way.remat, still)
 
-    def back(views, still, cotangents, aux, way):
+    def back(views, still, cotangents, way):
         return *rebuild(kept, views, still)(cotangents), {}
 
     return results, others, back

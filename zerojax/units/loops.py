@@ -90,9 +90,9 @@ def run_loop(unit: Unit, loop: Loop, views: Arrays, active: Arrays, still: Array
     outputs = dict(zip(loop.eqn.outvars, (*carried, *collected), strict=True))
     tape = _Tape(kept, rebuilds[0], kept_last, rebuilds[-1], whole_last)
 
-    def back(views, still, cotangents, aux, way):
+    def back(views, still, cotangents, way):
         given, of_results = unit.given(views, active, still, passive), Sums(zip(unit.results, cotangents, strict=True))
-        of_inputs, of_stacks = _LoopBack(loop, loop.flow(unit), way, aux).run(given, of_results, tape)
+        of_inputs, of_stacks = _LoopBack(loop, loop.flow(unit), way).run(given, of_results, tape)
         return of_inputs.of(unit.viewed), of_inputs.of(unit.active), of_stacks
 
     return read(outputs, unit.results), read(outputs, unit.others), back
@@ -122,8 +122,8 @@ class _Carry(NamedTuple):
 class _LoopBack:
     """A loop in the other direction; a layer's gradient is reduced in the turn after its own."""
 
-    def __init__(self, loop: Loop, flow: Flow, way: Pass, aux: Any):
-        self._loop, self._flow, self._way, self._aux = loop, flow, way, aux
+    def __init__(self, loop: Loop, flow: Flow, way: Pass):
+        self._loop, self._flow, self._way = loop, flow, way
         self._layers, self._length = _Layers(loop, way), loop.scan.length
         self._trained = [leaf.layer() for leaf in way.leaves(loop.trained)]
 
@@ -155,7 +155,7 @@ class _LoopBack:
     def _start(self, cotangents: Sums, tape: _Tape) -> _Carry:
         of_carried, of_consts = cotangents.of(self._flow.carried_results), Sums().of(self._flow.consts_in)
         of_scanned = _empty((var.aval for var in self._flow.scanned_in), self._length)
-        sums = _empty(self._way.reduced(self._trained, self._aux), self._length)
+        sums = _empty(self._way.reduced(self._trained), self._length)
         return _Carry(of_carried, of_consts, of_scanned, sums, tape.whole_last, None)
 
     def _turn(self, carry: _Carry, number: Any, back: Callable, consts, scanned, of_collected) -> _Carry:
@@ -185,4 +185,4 @@ class _LoopBack:
         if waiting is None:
             return sums
         (place,) = once_known(first_of(waiting), [jnp.asarray(self._layers.number(number))])
-        return _put(sums, place, self._way.reduce(waiting, self._trained, self._aux))
+        return _put(sums, place, self._way.reduce(waiting, self._trained))

@@ -23,12 +23,12 @@ class Traffic:
 
     Attributes:
       gather: ``(held, leaves) -> whole``, or ``None`` if parameters are held whole during the step.
-      reduce: ``(gradients, leaves, aux of the objective) -> reduced gradients``, or ``None`` if they stay as they are.
+      reduce: ``(gradients, leaves) -> reduced gradients``, or ``None`` if they stay as they are.
       remat: as in `zerojax.ZeroConfig`.
     """
 
     gather: Callable[[Arrays, Leaves], Arrays] | None
-    reduce: Callable[[Arrays, Leaves, Any], Arrays] | None
+    reduce: Callable[[Arrays, Leaves], Arrays] | None
     remat: str | Callable[..., Any] | None = None
 
     def shapes(self, leaves: Leaves) -> list[jax.ShapeDtypeStruct]:
@@ -110,12 +110,12 @@ class Pass:
     def gather(self, held: Arrays, leaves: Leaves) -> Arrays:
         return self._traffic.gather(held, leaves) if self._traffic.gather and held else held
 
-    def reduce(self, grads: Arrays, leaves: Leaves, aux: Any) -> Arrays:
-        return self._traffic.reduce(grads, leaves, aux) if self._traffic.reduce and grads else grads
+    def reduce(self, grads: Arrays, leaves: Leaves) -> Arrays:
+        return self._traffic.reduce(grads, leaves) if self._traffic.reduce and grads else grads
 
-    def reduced(self, leaves: Leaves, aux: Any) -> list[jax.ShapeDtypeStruct]:
+    def reduced(self, leaves: Leaves) -> list[jax.ShapeDtypeStruct]:
         """What `reduce` would return."""
-        return jax.eval_shape(lambda grads: self.reduce(grads, leaves, aux), self._traffic.shapes(leaves))
+        return jax.eval_shape(lambda grads: self.reduce(grads, leaves), self._traffic.shapes(leaves))
 
     def left(self, reduced: Arrays):
         """Note a number that is there when all gradients of a unit have been reduced."""

@@ -314,7 +314,7 @@ def test_evaluation_weighs_rows_as_training_does():
 
 
 def normalized(params, batch, axis=None):
-    """A hidden layer normalized over all rows of the micro-batch, and a weighted mean: rows of a device matter to all."""
+    """A hidden layer normalized over all rows of the micro-batch, and a weighted mean."""
     h = batch["x"] @ params["w"]
     moments = jnp.mean(h, 0), jnp.mean(h**2, 0)
     mean, square = lax.pmean(moments, axis) if axis else moments

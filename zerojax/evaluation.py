@@ -13,7 +13,7 @@ from zerojax.gradient import on_devices, param_specs, whole_params
 from zerojax.losses import add_metrics, as_loss, divide, fold, weighted, with_arguments
 from zerojax.plan import Plan, mesh_context
 from zerojax.precision import floating, merge
-from zerojax.state import check_batch, evaluated, place_rows
+from zerojax.state import check_batch, evaluated, place_rows, shapes_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class EvalStep:
 
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes, with rows that divide."""
+        batch = shapes_of(batch)
         check_batch(batch, self.plan, micro_batches=1)
         with mesh_context(self.plan.mesh):
             return self.jitted.lower(replace(state, opt_state=None, loss_scale=None), batch, None)

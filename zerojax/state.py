@@ -49,7 +49,7 @@ def init_state(
     shardings = plan.state_shardings
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a key such as jax.random.key(0), not {key!r}")
-    key = jax.device_put(key, plan.replicated)  # a key made under another active mesh carries that mesh
+    key = _everywhere(key, plan)
 
     init = born(init_fn, plan.config)
     with mesh_context(plan.mesh):
@@ -64,6 +64,19 @@ def init_state(
             out_shardings=(shardings.opt_state, plan.replicated),
         )(plan.optimized(variables.params), key)
     return TrainState(step, variables.params, opt_state, rng, variables.model_state, scale)
+
+
+def _everywhere(key: Any, plan: Plan) -> Any:
+    """The key on all devices: one made under another active mesh carries that mesh. By its numbers, from the host:
+    ``device_put`` refuses typed keys for the devices of several processes."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.device_put(np.asarray(jax.random.key_data(key) if typed else key), plan.replicated)
+    if not typed:
+        return data
+    with mesh_context(plan.mesh):
+        return jax.jit(
+            lambda data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(key)), out_shardings=plan.replicated
+        )(data)
 
 
 def gather_params(params: Tree, plan: Plan) -> Tree:
@@ -155,6 +168,20 @@ def place_batch(batch: Tree, plan: Plan) -> Tree:
     return jax.tree.map(place, local)
 
 
+def shapes_of(batch: Tree) -> Tree:
+    """The shapes of the global batch: host arrays are this process's own rows, as in `place_batch`."""
+    processes = jax.process_count()
+
+    def shape(leaf):
+        if isinstance(leaf, np.ndarray):
+            own = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            rows = [size * processes for size in leaf.shape[:1]]
+            return jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), own)
+        return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(shape, _as_arrays(batch))
+
+
 def place_rows(batch: Tree, plan: Plan) -> tuple[Tree, Tree]:
     """As many rows as the devices divide, by `place_batch`, and the rest on every device; ``None`` for no rows.
 
@@ -211,7 +238,7 @@ def _same_number(numbers: dict[str, int]) -> int:
 
 def _as_arrays(batch: Tree) -> Tree:
     def as_array(keys, leaf):
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
             return leaf
         array = np.asarray(leaf)
         if array.dtype.kind in "OSUMm":

@@ -18,7 +18,15 @@ from zerojax.losses import add_metrics, check_key
 from zerojax.plan import Plan, mesh_context
 from zerojax.precision import cast_like, without_overwritten
 from zerojax.scaling import Watch, unless_overflow
-from zerojax.state import check_batch, check_own_update, check_params, check_state, check_transform, place_batch
+from zerojax.state import (
+    check_batch,
+    check_own_update,
+    check_params,
+    check_state,
+    check_transform,
+    place_batch,
+    shapes_of,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Step:
 
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:
         """Lower the step for arrays or shapes (``plan.abstract_state``, `jax.ShapeDtypeStruct`)."""
+        batch = shapes_of(batch)
         check_batch(batch, self.plan, micro_batches=self.micro_batches)
         with mesh_context(self.plan.mesh):
             return self.jitted.lower(state, batch)

@@ -13,6 +13,7 @@ from zerojax.cost.hardware import Machine
 from zerojax.cost.hlo import Collective
 from zerojax.cost.prediction import Prediction, predict
 from zerojax.plan import Plan
+from zerojax.state import shapes_of
 
 Tree = Any
 
@@ -327,7 +328,7 @@ def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Re
         tuple(one.overlapped for one in seen) if hlo.is_scheduled(text) else (),
         gradients,
         gathered,
-        predict(loss_fn, plan, batch) if plan and loss_fn else None,
+        predict(loss_fn, plan, shapes_of(batch)) if plan and loss_fn else None,
         hlo.made(text),
     )
 

@@ -16,12 +16,13 @@ _SHORT = {
     "f64": "float64",
 }
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SMALL = ("float8_e4m3fn", "float8_e5m2")  # for parameters at rest
 _KEYS = {"p": "param_dtype", "c": "compute_dtype", "g": "gather_dtype", "r": "reduce_dtype"}
 _ROUNDINGS = ("nearest", "stochastic")
 _LEAST, _LARGEST = float(jnp.finfo("float32").smallest_normal), float(jnp.finfo("float32").max)
 
 
-def _dtype_name(value: Any, where: str) -> str:
+def _dtype_name(value: Any, where: str, more: tuple[str, ...] = ()) -> str:
     """The canonical name of a floating dtype given as name, short name or dtype."""
     if isinstance(value, str):
         name = _SHORT.get(value.strip(), value.strip())
@@ -30,8 +31,9 @@ def _dtype_name(value: Any, where: str) -> str:
             name = jnp.dtype(value).name if value is not None else "None"  # None would mean float64
         except TypeError:
             name = repr(value)
-    if name not in _DTYPES:
-        raise ValueError(f"{where}={value!r} is not a floating dtype; use one of {', '.join((*_DTYPES, *_SHORT))}")
+    if name not in (*_DTYPES, *more):
+        known = ", ".join((*_DTYPES, *more, *_SHORT))
+        raise ValueError(f"{where}={value!r} is not a floating dtype; use one of {known}")
     return name
 
 
@@ -180,6 +182,8 @@ class ZeroConfig:
         the others; they have no gradient, no part in ``grad_norm`` and no state in the optimizer, and do not change.
       compute_dtypes: likewise the dtype in which the loss sees a parameter (``{"*/norm*": "float32"}``), where it is
         not the ``compute_dtype`` of the precision.
+      param_dtypes: likewise the dtype in which a parameter rests, where it is not the ``param_dtype`` of the precision:
+        ``{"base/*": "bf16"}`` for a frozen base. Also floats of 8 bits (``"float8_e4m3fn"``), for what is not trained.
       loss_scale: a `LossScale`, or ``True`` for one with its defaults; ``None`` (or ``False``) for no loss scaling.
       skip_nonfinite: skip steps whose gradient is not finite, without loss scaling; with it they always are. A skipped
         step changes nothing of the state, not even ``step``, but the loss scale.
@@ -202,6 +206,7 @@ class ZeroConfig:
     trainable: tuple[str, ...] = ("*",)
     frozen: tuple[str, ...] = ()
     compute_dtypes: tuple[tuple[str, str], ...] = ()
+    param_dtypes: tuple[tuple[str, str], ...] = ()
     loss_scale: LossScale | bool | None = None
     skip_nonfinite: bool = False
 
@@ -212,8 +217,10 @@ class ZeroConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         object.__setattr__(self, "overrides", _pairs(self.overrides))
-        dtypes = [(p, _dtype_name(dtype, f"compute_dtypes: {p!r}")) for p, dtype in _pairs(self.compute_dtypes)]
-        object.__setattr__(self, "compute_dtypes", tuple(dtypes))
+        for name, more in (("compute_dtypes", ()), ("param_dtypes", _SMALL)):
+            pairs = _pairs(getattr(self, name))
+            dtypes = tuple((p, _dtype_name(dtype, f"{name}: {p!r}", more)) for p, dtype in pairs)
+            object.__setattr__(self, name, dtypes)
         if isinstance(self.loss_scale, bool):
             object.__setattr__(self, "loss_scale", LossScale() if self.loss_scale else None)
         self._check()
@@ -255,9 +262,10 @@ class ZeroConfig:
             wrong = [pattern for pattern in getattr(self, name) if not isinstance(pattern, str)]
             if wrong:
                 raise ValueError(f"{name}: {wrong[0]!r} is not a path pattern such as '*/lora_*'")
-        for pattern, _ in self.compute_dtypes:
-            if not isinstance(pattern, str):
-                raise ValueError(f"compute_dtypes: {pattern!r} is not a path pattern such as '*/norm*'")
+        for name in ("compute_dtypes", "param_dtypes"):
+            wrong = [pattern for pattern, _ in getattr(self, name) if not isinstance(pattern, str)]
+            if wrong:
+                raise ValueError(f"{name}: {wrong[0]!r} is not a path pattern such as '*/norm*'")
 
 
 def _is_no_policy(remat: Callable[..., Any]) -> bool:

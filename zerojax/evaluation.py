@@ -12,7 +12,7 @@ from zerojax.contracts import Loss, TrainState, Tree
 from zerojax.gradient import on_devices, param_specs, whole_params
 from zerojax.losses import add_metrics, as_loss, divide, fold, weighted, with_arguments
 from zerojax.plan import Plan, mesh_context
-from zerojax.precision import floating, merge
+from zerojax.precision import merge, numbers
 from zerojax.state import check_batch, evaluated, place_rows, shapes_of
 
 
@@ -71,7 +71,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
     measure, everywhere = _measure(with_arguments(metric_fn), plan), PartitionSpec()
 
     def gather(params):
-        return merge(whole_params(floating(params), plan.wire, plan), params)
+        return merge(whole_params(numbers(params), plan.wire, plan), params)
 
     def measure_all(*args):
         return collectives.all_reduce(measure(*args), plan.axes)

@@ -15,7 +15,7 @@ from zerojax.contracts import Loss, Tree
 from zerojax.losses import divide, fold, global_mean, objective_of, share, weighted, with_arguments
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
-from zerojax.precision import floating, gradient_dtype, merge, rounded
+from zerojax.precision import gradient_dtype, merge, numbers, rounded
 from zerojax.units.gradient import gradient
 from zerojax.units.passes import Traffic
 
@@ -85,7 +85,7 @@ def param_specs(plan: Plan) -> Tree:
 
 def _local(objective, plan, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
     """This device's sums of the loss over its micro-batches, and the reduced mean gradient of all."""
-    schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, floating(params)
+    schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, numbers(params)
     held = whole_params(shards, plan.wire, plan) if schedule.gather == "step" else shards
     every, trained = reduces_each(plan), _trained(plan.wire, plan)
     dtype = gradient_dtype(plan.config.precision)
@@ -189,9 +189,9 @@ def _micro_batches(batch: Tree, count: int) -> Tree:
     return jax.tree.map(lambda a: a.reshape(a.shape[0] // count, count, *a.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _trained(floats: Sequence[Any], plan: Plan) -> list[Any]:
-    """Of what stands for each floating parameter, that of those which are trained."""
-    return [a for a, leaf in zip(floats, plan.wire, strict=True) if leaf.trained]
+def _trained(those: Sequence[Any], plan: Plan) -> list[Any]:
+    """Of what stands for each parameter of `Plan.wire`, that of those which are trained."""
+    return [a for a, leaf in zip(those, plan.wire, strict=True) if leaf.trained]
 
 
 def whole_params(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
@@ -208,5 +208,5 @@ def whole_params(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) ->
 
 def _sent(shard: jax.Array, leaf: Leaf) -> jax.Array:
     """In the dtype that travels; what stays is only rounded to it."""
-    stays = leaf.dim is None and leaf.gather_dtype != leaf.compute_dtype
+    stays = leaf.dim is None and leaf.gather_dtype not in (leaf.compute_dtype, shard.dtype.name)
     return rounded(shard, leaf.gather_dtype) if stays else shard.astype(leaf.gather_dtype)

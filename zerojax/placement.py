@@ -15,10 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from zerojax import tables
 from zerojax.config import Precision, ZeroConfig
 from zerojax.contracts import Tree
-from zerojax.precision import OVERWRITTEN, is_floating, without_overwritten
+from zerojax.precision import OVERWRITTEN, is_floating, is_key, is_trainable, without_overwritten
 
 _WHOLE_SHARE = 0.01  # of all bytes: what may stay whole, for want of a dim, without the config allowing it
-# of all bytes: what may stay whole, for want of a dim, without the config allowing it
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,33 @@ def parameter_leaves(params, stacked, base_specs, mesh, config) -> tuple[Leaf, .
     config = _exact_first(config, paths)
     specs = _base_list(params, base_specs, paths)
     _check_patterns("overrides", config.overrides, paths)
-    own = [path for path, leaf in named if is_floating(leaf) and not _is_overwritten(path)]
-    _check_patterns("compute_dtypes", config.compute_dtypes, own)
+    floats = [path for path, leaf in named if is_floating(leaf) and not _is_overwritten(path)]
+    _check_patterns("compute_dtypes", config.compute_dtypes, floats)
+    _check_patterns("param_dtypes", config.param_dtypes, floats)
     leaves = [
         _parameter_leaf(path, leaf, layers, spec, mesh, config)
         for (path, leaf), layers, spec in zip(named, stacked, specs, strict=True)
     ]
-    trained = _trained_paths(own, config)
+    trained = _trained_paths([leaf for leaf in leaves if not leaf.overwritten], config)
     return tuple(dataclasses.replace(leaf, trained=leaf.overwritten or leaf.path in trained) for leaf in leaves)
+
+
+def at_rest(params: Tree, config: ZeroConfig) -> Tree:
+    """Parameters in the dtypes in which they rest: by pattern, else in ``param_dtype``; what is not trainable, and what
+    gradients overwrite, as it is.
+
+    >>> at_rest({"w": jnp.zeros(2), "n": jnp.arange(2)}, ZeroConfig(precision="p=bf16"))["w"].dtype.name
+    'bfloat16'
+    """
+    config = _exact_first(config, [path for path, _ in with_paths(params)])
+
+    def cast(keys, leaf):
+        path = _path(keys)
+        given = _first_match(config.param_dtypes, path) if is_floating(leaf) else None
+        dtype = given or (config.precision.param_dtype if is_trainable(leaf) else None)
+        return leaf if dtype is None or _is_overwritten(path) else leaf.astype(dtype)
+
+    return jax.tree.map_with_path(cast, params)
 
 
 def optimizer_leaves(opt_state, params, leaves, mesh, config) -> tuple[Leaf, ...]:
@@ -125,9 +143,11 @@ def whole_leaf(path: str, leaf: Any, why: str, base: tuple | None = None, unwant
 
 
 def on_the_wire(leaf: Leaf, precision: Precision) -> Leaf:
-    """A parameter with the dtypes in which it travels and is seen."""
+    """A parameter with the dtypes in which it travels and is seen. What rests in a smaller one travels in that."""
     compute_dtype = leaf.compute_dtype or precision.compute_dtype
     gather_dtype = leaf.compute_dtype or precision.gather_dtype or compute_dtype
+    if leaf.dtype.itemsize < jnp.dtype(gather_dtype).itemsize:
+        gather_dtype = leaf.dtype.name
     return dataclasses.replace(leaf, compute_dtype=compute_dtype, gather_dtype=gather_dtype)
 
 
@@ -140,8 +160,16 @@ def _parameter_leaf(
     placed = _placed(path, leaf, stacked, spec, mesh, config)
     if placed.overwritten:
         return dataclasses.replace(placed, compute_dtype=leaf.dtype.name)
-    dtypes = [dtype for pattern, dtype in config.compute_dtypes if fnmatchcase(path, pattern)]
-    return dataclasses.replace(placed, compute_dtype=dtypes[0]) if dtypes and is_floating(leaf) else placed
+    compute_dtype = _first_match(config.compute_dtypes, path) if is_floating(leaf) else None
+    stored = is_floating(leaf) and _first_match(config.param_dtypes, path)  # by the user's wish, for the time at rest
+    if compute_dtype is None and not (is_trainable(leaf) or is_key(leaf) or stored):
+        compute_dtype = leaf.dtype.name
+    return dataclasses.replace(placed, compute_dtype=compute_dtype)
+
+
+def _first_match(pairs: Sequence[tuple[str, Any]], path: str) -> Any:
+    """What the first pattern that matches a path gives; ``None`` if none does."""
+    return next((value for pattern, value in pairs if fnmatchcase(path, pattern)), None)
 
 
 def _placed(path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | AbstractMesh, config: ZeroConfig) -> Leaf:
@@ -155,9 +183,6 @@ def _placed(path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | Abstrac
         if dim is not None:
             raise ValueError(f"{path} is overwritten by its gradient and stays whole; ask for no dim of it")
         return whole_leaf(path, leaf, "overwritten by its gradient", base)
-    if dim is None and devices > 1 and not is_floating(leaf):
-        small = math.prod(leaf.shape) < max(devices, config.keep_whole_below)
-        return whole_leaf(path, leaf, f"not trained ({leaf.dtype})", base, unwanted=not small)
     if dim is None:
         return _place(path, leaf, base, stacked, devices, config)
     _check_dim(path, leaf.shape, dim, base, devices)
@@ -166,11 +191,9 @@ def _placed(path: str, leaf: Any, stacked: bool, spec: Any, mesh: Mesh | Abstrac
 
 def _place(path: str, leaf: Any, base: tuple, stacked: bool, devices: int, config: ZeroConfig) -> Leaf:
     """One leaf's placement by the general rule."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        raise ValueError(f"{path}: complex parameters are not supported; keep real and imaginary part as two leaves")
     if devices == 1:
         return whole_leaf(path, leaf, "one device", base)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if is_key(leaf):
         return whole_leaf(path, leaf, f"random keys ({leaf.dtype})", base)
     if math.prod(leaf.shape) < max(devices, config.keep_whole_below):
         return whole_leaf(path, leaf, f"small ({math.prod(leaf.shape)} elements)", base)
@@ -203,6 +226,7 @@ def _exact_first(config: ZeroConfig, paths: Sequence[str]) -> ZeroConfig:
         config,
         overrides=tuple((escape(pattern), dim) for pattern, dim in config.overrides),
         compute_dtypes=tuple((escape(pattern), dtype) for pattern, dtype in config.compute_dtypes),
+        param_dtypes=tuple((escape(pattern), dtype) for pattern, dtype in config.param_dtypes),
         trainable=tuple(map(escape, config.trainable)),
         frozen=tuple(map(escape, config.frozen)),
     )
@@ -211,25 +235,39 @@ def _exact_first(config: ZeroConfig, paths: Sequence[str]) -> ZeroConfig:
 # ---- what is trained ----
 
 
-def _trained_paths(paths: list[str], config: ZeroConfig) -> set[str]:
-    """Of the paths of floating parameters, those that are trained."""
-
-    def matching(patterns):
-        found = {pattern: [path for path in paths if fnmatchcase(path, pattern)] for pattern in patterns}
-        unused = [pattern for pattern in patterns if not found[pattern] and pattern != "*"]
-        if unused:
-            raise ValueError(
-                f"{unused} in trainable or frozen match no floating parameter; paths are such as {paths[:3]}"
-            )
-        return {path for matches in found.values() for path in matches}
-
-    trained = matching(config.trainable) - matching(config.frozen)
+def _trained_paths(leaves: Sequence[Leaf], config: ZeroConfig) -> set[str]:
+    """Paths of what is trained: trainable leaves that a pattern of ``trainable`` matches, and none of ``frozen``."""
+    paths = [leaf.path for leaf in leaves if is_trainable(leaf)]
+    wanted = _matching(config.trainable, paths, "trainable parameter (floats of 16 bits or more)")
+    frozen = _matching(config.frozen, [leaf.path for leaf in leaves], "parameter")
+    trained = wanted - frozen
+    for leaf in leaves:
+        if leaf.path not in frozen and any(fnmatchcase(leaf.path, pattern) for pattern in config.trainable):
+            _check_can_be_trained(leaf, config)
     if paths and not trained:
         raise ValueError(
             f"trainable={config.trainable} and frozen={config.frozen} leave no parameter to train; paths are such as "
             f"{paths[:3]}"
         )
     return trained
+
+
+def _matching(patterns: Sequence[str], paths: Sequence[str], kind: str) -> set[str]:
+    found = {pattern: [path for path in paths if fnmatchcase(path, pattern)] for pattern in patterns}
+    unused = [pattern for pattern in patterns if not found[pattern] and pattern != "*"]
+    if unused:
+        raise ValueError(f"{unused} in trainable or frozen match no {kind}; paths are such as {list(paths[:3])}")
+    return {path for matches in found.values() for path in matches}
+
+
+def _check_can_be_trained(leaf: Leaf, config: ZeroConfig):
+    """What looks like a parameter to train and cannot be is not kept still without a word."""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise ValueError(f"{leaf.path} {leaf.shape} is complex ({leaf.dtype}), which is not trained: keep real and "
+                         f"imaginary part as two leaves, or freeze it: ZeroConfig(frozen={leaf.path!r})")  # fmt: skip
+    if is_floating(leaf) and not is_trainable(leaf) and _first_match(config.param_dtypes, leaf.path):
+        raise ValueError(f"{leaf.path} {leaf.shape} shall rest in {leaf.dtype}, in which it cannot be trained: freeze "
+                         f"it (ZeroConfig(frozen=...)) or let it rest in bfloat16 or more")  # fmt: skip
 
 
 def only_trained(params: Tree, leaves: Sequence[Leaf]) -> Tree:

@@ -18,6 +18,7 @@ from zerojax.config import ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.placement import (
     Leaf,
+    at_rest,
     axes_of,
     check_overwritten,
     check_whole,
@@ -30,7 +31,7 @@ from zerojax.placement import (
     with_paths,
     with_trained,
 )
-from zerojax.precision import at_rest, is_floating, without_overwritten
+from zerojax.precision import is_key, is_trainable, without_overwritten
 from zerojax.scaling import first_scale
 
 
@@ -81,9 +82,9 @@ class Plan:
 
     @functools.cached_property
     def wire(self) -> tuple[Leaf, ...]:
-        """The floating parameters as this stage places and sends them, in the order of ``jax.tree.leaves``."""
-        floats = [on_the_wire(leaf, self.config.precision) for leaf in self.params if is_floating(leaf)]
-        return tuple(floats if self.config.stage > 0 else [dataclasses.replace(leaf, dim=None) for leaf in floats])
+        """All parameters but random keys as this stage places and sends them, in the order of ``jax.tree.leaves``."""
+        sent = [on_the_wire(leaf, self.config.precision) for leaf in self.params if not is_key(leaf)]
+        return tuple(sent if self.config.stage > 0 else [dataclasses.replace(leaf, dim=None) for leaf in sent])
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -266,7 +267,7 @@ def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
             if not hasattr(leaf, "dtype"):
                 raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {path} is the "
                                  f"{type(leaf).__name__} {leaf!r}; make numbers arrays: jnp.asarray(...)")  # fmt: skip
-        return Variables(at_rest(variables.params, config.precision.param_dtype), variables.model_state)
+        return Variables(at_rest(variables.params, config), variables.model_state)
 
     return init
 
@@ -360,8 +361,9 @@ def _row(plan: Plan, leaf: Leaf) -> tuple[str, ...]:
     spec = leaf.spec(plan.partitioned_axes)
     placed = ", ".join(f"dim {d} over {'+'.join(axes_of(e))}" for d, e in enumerate(spec) if e is not None) or "whole"
     why = leaf.why if plan.config.stage > 0 or leaf.dim is None else "stage 0"
-    why = why if leaf.trained or not is_floating(leaf) else f"frozen; {why}"
-    if leaf.compute_dtype not in (None, plan.config.precision.compute_dtype):
+    if not leaf.trained:
+        why = f"frozen; {why}" if is_trainable(leaf) else f"not trained ({leaf.dtype}); {why}"
+    if leaf.compute_dtype not in (None, plan.config.precision.compute_dtype, leaf.dtype.name):
         why += f"; computed in {leaf.compute_dtype}"
     here, of = tables.size(plan._bytes(leaf)), tables.size(leaf.bytes)
     return leaf.path, "x".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype), placed, here, of, why

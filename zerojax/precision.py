@@ -14,7 +14,7 @@ OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection beside "params": f
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether a leaf (array or shape) can be trained: integers, booleans and random keys pass through as they are.
+    """Whether a leaf (array or shape) is of floats, of any size.
 
     >>> is_floating(jnp.zeros(2)), is_floating(jnp.arange(2))
     (True, False)
@@ -22,13 +22,32 @@ def is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def floating(tree: Tree) -> list[Any]:
-    """The floating leaves.
+def is_trainable(leaf: Any) -> bool:
+    """Whether a leaf can be trained: floats of 16 bits or more. Others (integers, booleans, floats of 8 bits) are data
+    of the model, quantized weights for example, and pass through as they are.
 
-    >>> floating({"w": jnp.zeros(2), "n": jnp.int32(3)})
+    >>> is_trainable(jnp.zeros(2)), is_trainable(jnp.zeros(2, "float8_e4m3fn"))
+    (True, False)
+    """
+    return is_floating(leaf) and leaf.dtype.itemsize > 1
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is of random keys, which are neither partitioned nor gathered.
+
+    >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2))
+    (True, False)
+    """
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def numbers(tree: Tree) -> list[Any]:
+    """The leaves that are gathered: all but random keys.
+
+    >>> numbers({"w": jnp.zeros(2), "key": jax.random.key(0)})
     [Array([0., 0.], dtype=float32)]
     """
-    return [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    return [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)]
 
 
 def without_overwritten(params: Tree) -> Tree:
@@ -49,23 +68,14 @@ def with_overwritten(optimized: Tree, grads: Tree) -> Tree:
     return {**grads, "params": optimized} if _overwrites(grads) else optimized
 
 
-def at_rest(params: Tree, dtype: Any) -> Tree:
-    """Parameters in ``dtype``, but for those that gradients overwrite.
+def merge(given: list[Any], tree: Tree) -> Tree:
+    """``tree`` with other `numbers`: their inverse.
 
-    >>> at_rest({"w": jnp.zeros(2)}, "bfloat16")["w"].dtype.name
-    'bfloat16'
+    >>> merge([jnp.ones(1), jnp.int32(4)], {"n": jnp.zeros(1), "w": jnp.int32(3)})
+    {'n': Array([1.], dtype=float32), 'w': Array(4, dtype=int32)}
     """
-    return {**params, "params": cast(params["params"], dtype)} if _overwrites(params) else cast(params, dtype)
-
-
-def merge(floats: list[Any], tree: Tree) -> Tree:
-    """``tree`` with other floating leaves: the inverse of `floating`.
-
-    >>> merge([jnp.ones(1)], {"w": jnp.zeros(1), "n": jnp.int32(3)})
-    {'n': Array(3, dtype=int32), 'w': Array([1.], dtype=float32)}
-    """
-    new = iter(floats)
-    return jax.tree.map(lambda leaf: next(new) if is_floating(leaf) else leaf, tree)
+    new = iter(given)
+    return jax.tree.map(lambda leaf: leaf if is_key(leaf) else next(new), tree)
 
 
 def cast(tree: Tree, dtype: Any) -> Tree:

@@ -12,8 +12,8 @@ from jax import lax
 
 from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
+from zerojax.placement import at_rest
 from zerojax.plan import Plan, born, mesh_context
-from zerojax.precision import at_rest
 from zerojax.scaling import first_scale
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
@@ -270,17 +270,18 @@ def _train_key(key: Any) -> Any:
 
 def _place_params(params: Tree, plan: Plan) -> Tree:
     """Existing parameters moved, then cast; a copy, so that the caller's arrays outlive the donated state."""
-    dtype = plan.config.precision.param_dtype
     params = jax.tree.map(lambda p: p if isinstance(p, jax.Array) else np.asarray(p), params)
 
     def shape(leaf):
         own = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
         return jax.ShapeDtypeStruct(leaf.shape, own)
 
-    after_cast = jax.eval_shape(lambda p: at_rest(p, dtype), jax.tree.map(shape, params))
+    after_cast = jax.eval_shape(lambda p: at_rest(p, plan.config), jax.tree.map(shape, params))
     _check_shapes(after_cast, plan.abstract_state.params, "params")
     shardings = plan.state_shardings.params
-    return jax.jit(_own_copy(lambda p: at_rest(p, dtype)), out_shardings=shardings)(jax.device_put(params, shardings))
+    return jax.jit(_own_copy(lambda p: at_rest(p, plan.config)), out_shardings=shardings)(
+        jax.device_put(params, shardings)
+    )
 
 
 def _check_shapes(tree: Tree, expected: Tree, what: str):

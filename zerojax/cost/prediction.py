@@ -176,20 +176,21 @@ def _trace(loss_fn: Callable, plan: Plan, batch: Tree) -> Any:
     """The gradient of one micro-batch on one device, on whole parameters in the dtype of computation."""
     call = with_arguments(loss_fn)
 
-    def local(floats, others, batch, rng, model_state):
-        def loss(floats):
-            trees = call(merge(iter(floats), others), batch, rng, model_state)
-            found = as_loss(trees, "loss_fn")
+    def local(whole, others, batch, rng, model_state):
+        def loss(trained):
+            given = iter(trained)
+            seen = [next(given) if leaf.trained else a for a, leaf in zip(whole, plan.wire, strict=True)]
+            found = as_loss(call(merge(seen, others), batch, rng, model_state), "loss_fn")
             return found.total / found.weight, (found.metrics, found.model_state)
 
-        return jax.grad(loss, has_aux=True)(floats)
+        return jax.grad(loss, has_aux=True)([a for a, leaf in zip(whole, plan.wire, strict=True) if leaf.trained])
 
     state = plan.abstract_state
-    floats = [jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype) for leaf in plan.wire]
+    whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype) for leaf in plan.wire]
     everywhere = PartitionSpec()
     specs = (everywhere, everywhere, plan.batch_sharding.spec, everywhere, everywhere)
     run = on_devices(local, plan, specs, everywhere)
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state.params)
-    traced = jax.make_jaxpr(run)(floats, params, batch, jax.random.key(0), state.model_state)
+    traced = jax.make_jaxpr(run)(whole, params, batch, jax.random.key(0), state.model_state)
     (mapped,) = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "shard_map"]
     return mapped.params["jaxpr"]

@@ -15,19 +15,29 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from zerojax.collectives import TOGETHER_BELOW
 from zerojax.placement import Leaf
-from zerojax.precision import is_floating
+from zerojax.precision import is_key
 from zerojax.units import jaxprs
 
 ENOUGH = 2**24  # elements of a unit: more would not make its collectives any faster
 
 _VIEWS = frozenset(
     [
-        *("add", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "exp", "integer_pow", "log"),
-        *("logistic", "max", "min", "mul", "name", "neg", "pad", "pow", "reduce_precision", "reshape", "rev", "rsqrt"),
-        *("select_n", "sharding_constraint", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub"),
-        *("tanh", "transpose"),
+        *(
+            "add",
+            "and",
+            "bitcast_convert_type",
+            "broadcast_in_dim",
+            "concatenate",
+            "convert_element_type",
+            "copy",
+            "div",
+        ),
+        *("exp", "integer_pow", "log", "logistic", "max", "min", "mul", "name", "neg", "not", "or", "pad", "pow"),
+        *("reduce_precision", "reshape", "rev", "rsqrt", "select_n", "sharding_constraint", "shift_left"),
+        *("shift_right_arithmetic", "shift_right_logical", "slice", "split", "sqrt", "square", "squeeze"),
+        *("stop_gradient", "sub", "tanh", "transpose", "xor"),
     ]
-)  # element by element, or only another order: not worth keeping
+)  # element by element, or only another order: not worth keeping. Of integers too: unpacked quantized weights
 _STOPS = frozenset(["ceil", "floor", "round", "sign", "stop_gradient"])  # gradients do not flow through these
 
 
@@ -353,9 +363,7 @@ def _behind(program: jaxprs.Program, outputs: Iterable[Any]) -> set[Var]:
 
 
 def _is_view(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _VIEWS and all(
-        is_floating(var.aval) and not isinstance(var, DropVar) for var in eqn.outvars
-    )
+    return eqn.primitive.name in _VIEWS and not any(isinstance(var, DropVar) or is_key(var.aval) for var in eqn.outvars)
 
 
 def _is_inexact(aval: Any) -> bool:

@@ -125,9 +125,12 @@ def _sum_dtype(value: Any) -> Any:
 def _new_model_state(new: Tree, old: Tree) -> Tree:
     if new is None or (old is None and not jax.tree.leaves(new)):
         return old
-    shapes = [jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (new, old)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"the loss returned a model_state unlike the one it was given: {shapes[0]} for {shapes[1]}")
+    # by leaves: a container need not be comparable
+    shapes = [[(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)] for tree in (new, old)]
+    trees = jax.tree.structure(new), jax.tree.structure(old)
+    if shapes[0] != shapes[1] or trees[0] != trees[1]:
+        raise ValueError(f"the loss returned a model_state unlike the one it was given: {trees[0]} of {shapes[0]} for "
+                         f"{trees[1]} of {shapes[1]}")  # fmt: skip
     return new
 
 

@@ -347,7 +347,20 @@ def _describe(plan: Plan) -> str:
     table = tables.render(("leaf", "shape", "dtype", "placed", "a device", "of", "why"), rows, title)
     followers = sum(1 for leaf in plan.opt_state if leaf.follows)
     follow = f"{followers} arrays of the optimizer are placed like the parameters that they follow."
-    return f"{table}\n{follow}\n{_totals(plan)}"
+    return "\n".join(filter(None, [table, follow, _idle_axes(plan), _totals(plan)]))
+
+
+def _idle_axes(plan: Plan) -> str:
+    """Of axes along which nothing is divided, neither rows nor arrays."""
+    used = {*plan.axes, *(axis for leaf in plan.params for entry in leaf.base for axis in axes_of(entry))}
+    idle = {axis: size for axis, size in plan.mesh.shape.items() if axis not in used and size > 1}
+    if not idle:
+        return ""
+    names = ", ".join(f"{axis}={size}" for axis, size in idle.items())
+    return (
+        f"Nothing is divided over {names}: unless the loss places arrays over it, its devices repeat the same work. "
+        "For rows and state over all devices, name it in shard_axes."
+    )
 
 
 def _scaling(config: ZeroConfig) -> str:

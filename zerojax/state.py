@@ -14,6 +14,7 @@ from zerojax import tables
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.placement import at_rest
 from zerojax.plan import Plan, born, mesh_context
+from zerojax.precision import is_key
 from zerojax.scaling import first_scale
 
 _RNG_STREAM = 0x5EED  # sets the key that training folds apart from all that init_fn derives of the same key
@@ -116,6 +117,31 @@ def check_state(state: Any, plan: Plan):
         raise ValueError(f"{has}, {lacks}; to go on, move dataclasses.replace(state, loss_scale={scale}) there with "
                          "jax.device_put(..., plan.state_shardings)")  # fmt: skip
     _check_arrays(state, plan.state_shardings, plan.abstract_state, "state")
+
+
+def with_placed_scalars(state: Any, plan: Plan) -> Any:
+    """The state with numbers and unplaced arrays placed where the plan has a whole scalar: a learning rate that was set
+    between steps (`optax.inject_hyperparams`). In the planned dtype, so that no step is compiled again."""
+    if not isinstance(state, TrainState) or jax.tree.structure(state) != jax.tree.structure(plan.abstract_state):
+        return state  # `check_state` says what is wrong
+
+    def place(leaf, planned, sharding):
+        if planned.shape or np.shape(leaf) or _is_placed(leaf, sharding):
+            return leaf
+        if is_key(planned) or not np.can_cast(_kind(leaf), planned.dtype, "same_kind"):
+            return leaf
+        return jax.device_put(np.asarray(leaf, planned.dtype), sharding)
+
+    return jax.tree.map(place, state, plan.abstract_state, plan.state_shardings)
+
+
+def _kind(leaf: Any) -> Any:
+    return np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
+
+
+def _is_placed(leaf: Any, sharding: Any) -> bool:
+    own = getattr(leaf, "sharding", None)
+    return own is not None and (own == sharding or own.is_equivalent_to(sharding, leaf.ndim))
 
 
 def evaluated(state: Any, plan: Plan) -> TrainState:
@@ -288,6 +314,9 @@ def _check_shapes(tree: Tree, expected: Tree, what: str):
     """Same tree structure, and the same shape and dtype for every leaf."""
     _check_structure(tree, expected, what)
     for (keys, leaf), want in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(f"{what}{jax.tree_util.keystr(keys)} is the {type(leaf).__name__} {leaf!r}, planned was "
+                             f"{want.dtype}{list(want.shape)}; give an array")  # fmt: skip
         if leaf.shape != want.shape or leaf.dtype != want.dtype:
             raise ValueError(
                 f"{what} do not fit the plan: {jax.tree_util.keystr(keys)} is {leaf.dtype}{list(leaf.shape)}, planned "
@@ -312,7 +341,7 @@ def _check_arrays(tree: Tree, shardings: Tree, expected: Tree, what: str):
         if leaf.is_deleted():
             raise ValueError(f"{name} was donated: this train state went into an earlier step, which reused its "
                              "memory; go on with the state that the step returned")  # fmt: skip
-        if leaf.sharding != sharding and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if not _is_placed(leaf, sharding):
             raise ValueError(f"{name} is placed as {leaf.sharding}, the plan says {sharding}; {_MOVE}")
 
 

@@ -4,6 +4,7 @@ parameters.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,27 @@ from zerojax.state import (
     check_transform,
     place_batch,
     shapes_of,
+    with_placed_scalars,
 )
+
+
+class _Returned:
+    """Knows again the state that a step returned last, with the very arrays in it: looking at each takes long.
+
+    It holds neither: memory is free when the user lets go of the state.
+    """
+
+    def __init__(self):
+        self._state, self._arrays = lambda: None, ()
+
+    def note(self, state: Any):
+        self._state, self._arrays = weakref.ref(state), self._of(state)
+
+    def is_it(self, state: Any) -> bool:
+        return state is self._state() and not state.step.is_deleted() and self._of(state) == self._arrays
+
+    def _of(self, state: Any) -> tuple[int, ...]:
+        return tuple(map(id, jax.tree.leaves(state)))
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class Step:
       jitted: the function under ``jax.jit``.
       loss_fn: what is differentiated, if anything is.
       watch: raises if training is stuck.
+      returned: the state that it returned last, which fits the plan and needs no second look.
     """
 
     plan: Plan
@@ -46,9 +68,12 @@ class Step:
     jitted: Any
     loss_fn: Callable | None = None
     watch: Watch | None = dataclasses.field(default=None, compare=False, repr=False)
+    returned: "_Returned" = dataclasses.field(default_factory=lambda: _Returned(), compare=False, repr=False)
 
     def __call__(self, state: TrainState, batch: Tree) -> Any:
-        check_state(state, self.plan)
+        if not self.returned.is_it(state):
+            state = with_placed_scalars(state, self.plan)
+            check_state(state, self.plan)
         batch = place_batch(batch, self.plan)
         check_batch(batch, self.plan, micro_batches=self.micro_batches)
         if self.watch:
@@ -57,6 +82,7 @@ class Step:
             made = self.jitted(state, batch)
         if self.watch:
             self.watch.add(made[1]["stuck"])
+        self.returned.note(made[0])
         return made
 
     def lower(self, state: TrainState, batch: Tree) -> jax.stages.Lowered:

@@ -19,7 +19,6 @@ import zerojax.nnx
 
 STEPS = test_optimizers.STEPS
 KEY = jax.random.key(0)
-CONFIG = {"allow_whole": True}
 
 
 def served(way: str, names) -> list[str]:
@@ -44,7 +43,7 @@ def own(tx, params, stage: int):
     def init_fn(key):
         return params
 
-    plan = zerojax.make_plan(init_fn, tx, make_mesh(), zerojax.ZeroConfig(stage=stage, **CONFIG))
+    plan = zerojax.make_plan(init_fn, tx, make_mesh(), zerojax.ZeroConfig(stage=stage, allow_whole=True))
     state = zerojax.init_state(init_fn, tx, plan, KEY)
     step, born = zerojax.make_train_step(optimizers.loss_fn, tx, plan), jax.device_get(state.opt_state)
     for i in range(STEPS):
@@ -72,7 +71,7 @@ def linen(tx, params, stage: int):
     def init_fn(key):
         return params
 
-    plan = zerojax.make_plan(init_fn, tx, make_mesh(), zerojax.ZeroConfig(stage=stage, **CONFIG))
+    plan = zerojax.make_plan(init_fn, tx, make_mesh(), zerojax.ZeroConfig(stage=stage, allow_whole=True))
     state = zerojax.linen.create_train_state(init_fn, tx, plan, KEY, apply_fn=optimizers.loss_fn)
     return _linen(state, zerojax.value_and_grad(optimizers.loss_fn, plan))
 
@@ -110,7 +109,7 @@ def nnx_module(tx, params, stage: int):
     def make(rngs):
         return Copies(params)
 
-    plan = zerojax.nnx.make_plan(make, tx, make_mesh(), zerojax.ZeroConfig(stage=stage, **CONFIG))
+    plan = zerojax.nnx.make_plan(make, tx, make_mesh(), zerojax.ZeroConfig(stage=stage, allow_whole=True))
     model, optimizer = zerojax.nnx.create(make, tx, plan, KEY)
     return _nnx(model, optimizer, zerojax.nnx.value_and_grad(_module_loss, plan))
 

@@ -21,6 +21,7 @@ import optax  # noqa: E402
 import optimizers  # noqa: E402
 import test_optimizers  # noqa: E402
 import typer  # noqa: E402
+import ways  # noqa: E402
 from optax import contrib  # noqa: E402
 
 import zerojax  # noqa: E402
@@ -31,15 +32,13 @@ LARGE = {"matrix": (256, 512), "odd": (512, 128), "scalar": ()}
 LAYERS, WIDTH, HIDDEN = 8, 64, 256
 
 
-def differences(names: list[str]) -> dict[str, float]:
-    """The largest relative difference of any array of parameters or state, over stages 0 to 3."""
-    tx = optimizers.abreast({name: optimizers.TABLE[name].make() for name in names})
-    params, worst = optimizers.parameters(names), dict.fromkeys(names, 0.0)
-    right = jax.device_get(test_optimizers.twin(tx, params))
-    for stage in range(4):
-        _, state, _ = test_optimizers.partitioned(tx, params, stage)
-        for ours, theirs in ((state.params, right[0]), (state.opt_state, right[1])):
-            for path, error in test_optimizers.differences(jax.device_get(ours), theirs).items():
+def differences(names: list[str], way: str) -> dict[str, float]:
+    """The largest relative difference of any array of parameters or state, over stages 0 and 3, of what is served."""
+    worst = dict.fromkeys(ways.served(way, names), 0.0)
+    for stage in (0, 3):
+        found = ways.differences(way, list(worst), stage)
+        for by_path in (found["params"], found["opt_state"]):
+            for path, error in by_path.items():
                 name = path.partition("/")[0]
                 worst[name] = max(worst[name], error)
     return worst
@@ -99,7 +98,7 @@ def stacked() -> Iterable[tuple[str, ...]]:
 
 # ---- the page ----
 
-HEAD = ("transformation", "stages", "largest difference", "sent beyond the stage's own")
+HEAD = ("transformation", "own step", "linen", "NNX", "sent beyond the stage's own")
 STACKED = ("partitioned", "stage", "SGD sends", "temporaries", "Muon sends", "temporaries")
 
 
@@ -108,9 +107,11 @@ def rows() -> Iterable[tuple[str, ...]]:
     own = sent(lambda: optax.sgd(0.1), "sgd")
     for start in range(0, len(names), GROUP):
         group = names[start : start + GROUP]
-        for name, error in differences(group).items():
+        by_way = [differences(group, way) for way in ("own", "linen", "nnx")]
+        for name in group:
             more = sent(optimizers.TABLE[name].make, name) - own
-            yield f"`{name}`", "0, 1, 2, 3", f"{error:.0e}", f"{tables.size(more)} ({more / own:.1%})"
+            cells = (f"{errors[name]:.0e}" if name in errors else "needs `value`" for errors in by_way)
+            yield f"`{name}`", *cells, f"{tables.size(more)} ({more / own:.1%})"
             print(name, file=sys.stderr)
 
 
@@ -135,10 +136,13 @@ Made by `python benchmarks/optimizers.py --markdown > docs/optimizers.md` with j
 
 The optimizer's half of a step sees global arrays, so the library has no code for any optimizer, and what optax
 computes on one device is what it computes here. Every optimizer and transformation that optax exports is trained for
-{test_optimizers.STEPS} steps at stages 0 to 3, on arrays that the devices divide and on others, and compared with
-plain optax on one device: *largest difference* is that of any number of the parameters or the state, in parts of the
-largest number of its array. The arguments are those in `tests/optimizers.py`; that the differences stay within its
-tolerances is a test. *Sent beyond the stage's own* is what a device sends in a step of stage 1 more than with
+{test_optimizers.STEPS} steps at stages 0 and 3, on arrays that the devices divide and on others, through each of the
+three ways in: the *own step* of `make_train_step`, beside plain optax on one device; *linen*'s `TrainState`, and
+*NNX*'s `nnx.Optimizer`, each beside itself on one device. The numbers are the largest difference of any number of the
+parameters or the state, in parts of the largest number of its array. *Needs `value`*: it asks for the loss, which
+Flax's `TrainState.apply_gradients` cannot hand over; `optimizer.update(model, grads, value=loss)` of NNX does. The
+arguments are those in `tests/optimizers.py`; that the differences stay within its tolerances is a test, as it is that
+the first states are the same. *Sent beyond the stage's own* is what a device sends in a step of stage 1 more than with
 `optax.sgd`, for {size} of parameters in two matrices: nothing for what works on each number by itself; a few numbers
 for norms; rows and columns for factored moments; and much for products and decompositions of whole matrices.
 

@@ -253,6 +253,11 @@ REASONS = {
     "another shape": "it gives a scalar parameter the shape (1,), as in plain optax; mask scalars",
 }
 
+# Flax's `TrainState.apply_gradients` has no extra arguments for a transformation, `nnx.Optimizer.update` has.
+NEED_VALUE = {
+    "polyak_sgd", "scale_by_polyak", "contrib.momo", "contrib.momo_adam", "contrib.reduce_on_plateau",
+}  # fmt: skip
+
 # Tested by itself: it takes parameters of its own form.
 APART = {"lookahead"}
 
@@ -324,17 +329,24 @@ def loss_fn(params: dict, batch_R2: jax.Array) -> jax.Array:
 
 
 def abreast(transformations: dict) -> optax.GradientTransformationExtraArgs:
-    """Each on its own copy, whose gradient is that of its own loss; ``value`` is the mean of all."""
+    """Each on its own copy, whose gradient is that of its own loss; ``value`` is the mean of all, where there is one.
+
+    The copies are in a container of any kind, and each transformation sees its own in one of that kind.
+    """
+
+    def only(name, tree):
+        return type(tree)({name: getattr(tree, "raw_mapping", tree)[name]})  # an nnx.State would wrap what it gives out
 
     def init(params):
-        return {name: tx.init({name: params[name]}) for name, tx in transformations.items()}
+        return {name: tx.init(only(name, params)) for name, tx in transformations.items()}
 
-    def update(grads, state, params, *, value, **extra):
+    def update(grads, state, params, *, value=None, **extra):
         updates, new = {}, {}
         for name, tx in transformations.items():
-            scaled = {name: jax.tree.map(lambda g: g * len(transformations), grads[name])}
-            out, new[name] = optimizer.update(tx, scaled, state[name], {name: params[name]}, value)
-            updates |= out
-        return updates, new
+            scaled = jax.tree.map(lambda g: g * len(transformations), only(name, grads))
+            own = (scaled, state[name], only(name, params))
+            out, new[name] = tx.update(*own) if value is None else optimizer.update(tx, *own, value)
+            updates[name] = jax.tree.leaves(out)
+        return jax.tree.structure(params).unflatten(jax.tree.leaves(updates)), new
 
     return optax.GradientTransformationExtraArgs(init, update)

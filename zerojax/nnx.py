@@ -1,8 +1,9 @@
 """Flax NNX: a module and an ``nnx.Optimizer`` as users have them, partitioned; by ``nnx.split`` and ``nnx.merge``."""
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,8 @@ def make_plan(
         parameters only, freeze the others in ``config``: then they are partitioned too.
 
     Raises:
-      ValueError: as `zerojax.make_plan`, and for linen's fp8 operations in a module, of which NNX knows nothing.
+      ValueError: as `zerojax.make_plan`; for linen's fp8 operations in a module, of which NNX knows nothing; and if
+        ``tx.init`` fails on the ``nnx.State`` of parameters, such as for a mask of another form.
 
     >>> plan = make_plan(lambda rngs: nnx.Linear(8, 16, rngs=rngs), optax.adam(1e-3), jax.make_mesh((8,), ("data",)))
     >>> [(leaf.path, leaf.dim) for leaf in plan.params]
@@ -49,7 +51,8 @@ def make_plan(
         raise ValueError(f"{overwritten[:3]} are to be overwritten by their gradients (fp8), which NNX's optimizer "
                          "does not do; use linen, or another way to quantize")  # fmt: skip
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, wrt)))
-    return plans.make_plan(_init_fn(make_model, wrt), tx, mesh, config, base_specs=specs)
+    told = optax.GradientTransformation(_told(tx.init), tx.update)
+    return plans.make_plan(_init_fn(make_model, wrt), told, mesh, config, base_specs=specs)
 
 
 def create(
@@ -71,13 +74,15 @@ def create(
     check_own_update(plan, "nnx.create")
     made = init_state(_init_fn(make_model, wrt), tx, plan, key)
     model, of_all = _abstract(make_model), plan.transform(tx)
-    # The optimizer would place its state by the module's annotations; the plan decides that.
-    with nnx.use_eager_sharding(False):
-        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, of_all, wrt=wrt))
+    with _unplaced():
+        optimizer = nnx.eval_shape(lambda model: nnx.Optimizer(model, of_all, wrt=wrt), model)
     _, params, rest = nnx.split(model, wrt, ...)
     nnx.update(model, _like(params, made.params), _like(rest, made.model_state))
-    nnx.update(optimizer.opt_state, _like(nnx.state(optimizer.opt_state), made.opt_state))
+    # By place in the tree: `nnx.state` of it would be in the order of names.
+    optimizer.opt_state = nnx.data(_like(optimizer.opt_state, made.opt_state))
     optimizer.step.set_value(made.step.astype(optimizer.step.get_value().dtype))
+    _as_usual(model)
+    _as_usual(optimizer)
     return model, optimizer
 
 
@@ -119,10 +124,10 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
             value = call(module, batch, rng, None)
             loss = value if isinstance(value, Loss) else Loss(value, 1.0)
             after = _map_keys(lambda _, old: old, nnx.split(module, wrt, ...)[2], own)
-            return Loss(loss.total, loss.weight, loss.metrics, nnx.to_pure_dict(after))
+            return Loss(loss.total, loss.weight, loss.metrics, nnx.as_pure(after))
 
         gradient = step.value_and_grad(pure_loss, plan, has_aux=True)
-        pure = (nnx.to_pure_dict(params), nnx.to_pure_dict(rest))
+        pure = (nnx.as_pure(params), nnx.as_pure(rest))
         (loss, aux), grads = gradient(pure[0], batch, rng, pure[1])
         nnx.update(model, _like(rest, aux.model_state))
         grads = _like(plan.trained(params), grads)
@@ -161,7 +166,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param) -> 
     def run(model, batch):
         graphdef, params, rest = nnx.split(model, wrt, ...)
         evaluate = of_module(graphdef, jax.tree.structure(params), jax.tree.structure(rest))
-        return evaluate(_Pure(nnx.to_pure_dict(params), nnx.to_pure_dict(rest)), batch)
+        return evaluate(_Pure(nnx.as_pure(params), nnx.as_pure(rest)), batch)
 
     return run
 
@@ -176,8 +181,11 @@ def gather_model(model: nnx.Module, plan: Plan, *, wrt: Any = nnx.Param) -> nnx.
     (8, 16)
     """
     graphdef, params, rest = nnx.split(model, wrt, ...)
-    whole = gather_params(nnx.to_pure_dict(params), plan)
+    whole = gather_params(nnx.as_pure(params), plan)
     return nnx.merge(graphdef, _like(params, whole), jax.tree.map(jnp.copy, rest))
+
+
+_UNPLACED = 0  # false, yet not the False of a user who wants a variable so for good
 
 
 class _Pure(NamedTuple):
@@ -187,19 +195,45 @@ class _Pure(NamedTuple):
     model_state: Tree
 
 
+def _told(init: Callable) -> Callable:
+    """``tx.init``, whose errors say what form a module's parameters have."""
+
+    def told(params):
+        try:
+            return init(params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"tx.init fails on the parameters of the module: {error}\nIt is given an nnx.State of "
+                             "arrays, as nnx.Optimizer does. Masks and labels must be functions of that, or such a "
+                             "State: nnx.as_pure(jax.tree.map(f, nnx.state(model, nnx.Param)))") from error  # fmt: skip
+
+    return told
+
+
 def _init_fn(make_model: Callable, wrt: Any) -> Callable[[Any], Variables]:
     def init(key):
-        with nnx.use_eager_sharding(False):
+        with _unplaced():
             _, params, rest = nnx.split(make_model(nnx.Rngs(key)), wrt, ...)
-        return Variables(nnx.to_pure_dict(params), nnx.to_pure_dict(rest))
+        return Variables(nnx.as_pure(params), nnx.as_pure(rest))
 
     return init
 
 
 def _abstract(make_model: Callable) -> nnx.Module:
     """The module with shapes for arrays, unplaced whatever its annotations."""
-    with nnx.use_eager_sharding(False):
+    with _unplaced():
         return nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+
+
+def _unplaced() -> contextlib.AbstractContextManager:
+    """Variables made herein are not placed by their annotations: the plan decides that."""
+    return nnx.use_eager_sharding(cast(bool, _UNPLACED))
+
+
+def _as_usual(node: Any):
+    """Give variables the metadata that they have if made where `_unplaced` is not active."""
+    for _, variable in nnx.iter_graph(node):
+        if isinstance(variable, nnx.Variable) and variable.get_metadata("eager_sharding") is _UNPLACED:
+            variable.set_metadata("eager_sharding", nnx.using_eager_sharding())
 
 
 def _like(state: Any, values: Tree) -> Any:
@@ -219,5 +253,13 @@ def _map_keys(f: Callable, state: Any, *others: Any) -> Any:
 
 
 def _fold_device(plan: Plan) -> Callable:
-    """One stream on every device would drop the same units everywhere."""
-    return lambda key: jax.random.fold_in(key, losses.device_number(plan))
+    """One stream on every device would drop the same units everywhere. Stacked layers have an array of keys."""
+
+    def fold(keys):
+        number = losses.device_number(plan)
+        fold_one = lambda key: jax.random.fold_in(key, number)  # noqa: E731
+        for _ in range(keys.ndim):
+            fold_one = jax.vmap(fold_one)
+        return fold_one(keys)
+
+    return fold

@@ -197,7 +197,7 @@ def test_mixed(name):
     loss, x = {**MIXED, **RULE}[name]
     found = judge(loss, W, x)
     assert not found.apart
-    assert difference(loss, x) > 1e-4
+    assert difference(loss, x, gradients=name in RULE) > 1e-4
 
 
 def test_why_names_the_users_line():
@@ -252,12 +252,14 @@ UNARY = [
     jnp.tanh, jnp.abs, lambda x: x * 0.5, lambda x: x[::-1], lambda x: jnp.sort(x, 0), lambda x: jnp.sort(x, 1),
     lambda x: jnp.cumsum(x, 1), lambda x: jnp.cumsum(x, 0), lambda x: x - x.mean(0), lambda x: x - x.mean(1)[:, None],
     lambda x: x / x.shape[0], lambda x: x * (jnp.arange(len(x)) < 2)[:, None], lambda x: x * jnp.arange(D),
-    lambda x: x.T.reshape(x.shape), lambda x: x.reshape(-1).reshape(x.shape), lambda x: (x.T @ x) @ jnp.ones((D, D)),
+    lambda x: x.T.reshape(x.shape), lambda x: x.reshape(-1).reshape(x.shape), lambda x: x @ (x.T @ x),
     lambda x: jnp.roll(x, 1, 0), lambda x: jnp.roll(x, 1, 1), lambda x: jnp.where(x > 0, x, 0), lambda x: x @ W["a"],
     lambda x: x * jnp.sum(jnp.ones(len(x))), lambda x: x.reshape(-1, 2).max(1).repeat(2).reshape(x.shape),
-    lambda x: x.reshape(2, -1).max(0)[None].repeat(2, 0).reshape(x.shape), lambda x: jnp.concatenate([x[:, 1:], x[:, :1]], 1),
+    lambda x: x.reshape(2, -1).max(0)[None].repeat(2, 0).reshape(x.shape), 
+    lambda x: jnp.concatenate([x[:, 1:], x[:, :1]], 1),
     lambda x: x.at[0].set(1.0), lambda x: x.at[:, 0].add(1.0), lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
-    lambda x: x[jnp.arange(len(x)), jnp.argmax(x, 1)][:, None] + x, lambda x: x[jnp.argmax(x, 0)[0] + 0 * jnp.arange(len(x))],
+    lambda x: x[jnp.arange(len(x)), jnp.argmax(x, 1)][:, None] + x, 
+    lambda x: x[jnp.argmax(x, 0)[0] + 0 * jnp.arange(len(x))],
     lambda x: jnp.swapaxes(x.reshape(len(x), 2, -1), 0, 1).reshape(2 * len(x), -1)[: len(x)].repeat(2, 1),
     lambda x: lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h) + x, x), lambda x: jnp.zeros_like(x) + x[0],
     lambda x: W["table"][jnp.clip(jnp.int32(jnp.abs(x[:, 0]) * 3), 0, V - 1)] * x, lambda x: x * jnp.mean(x),
@@ -294,4 +296,4 @@ steps = st.tuples(numbers, st.integers(0, len(UNARY) - 1), st.none() | st.intege
 def test_never_apart_where_slices_differ(some, end):
     loss = program(some, end)
     if judge(loss, W, X).apart:
-        assert difference(loss, X, gradients=False, slices=2) < 1e-4
+        assert not difference(loss, X, gradients=False, slices=2) > 1e-4  # what is no number says nothing

@@ -331,9 +331,6 @@ def _collective(eqn: Eqn, ins: list, axes: Mapping[str, int]) -> list:
         if state.kind != FREE and (grouped or not names >= set(axes)):
             raise MixedError("reaches over some of the shard axes only")
         placed = PLACED if state.kind == ROWS or state.layout else None
-        if state.kind == FREE:
-            degree = state.degree if not grouped else None
-        else:
-            degree = state.degree + (state.kind == SUM)
+        degree = state.degree + 1 if state.kind == SUM else None if grouped else state.degree
         outs.append(State(FREE, degree, placed if eqn.out_grows(i) else None))
     return outs

@@ -1,7 +1,9 @@
 """Traced functions as lists of equations: all that the library knows of jaxprs, and how JAX's versions differ."""
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -144,3 +146,41 @@ def _is_plain_jit(eqn: JaxprEqn) -> bool:
         return False
     placements = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
     return all(type(placement).__name__ == "UnspecifiedValue" for placement in placements)
+
+
+_PACKAGE = f"{Path(__file__).parent.parent}/"
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "zerojax")
+
+
+def where(eqn: JaxprEqn) -> str:
+    """File and line of the innermost code that made an equation and is of no library; nothing if that is not known."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not _is_of_libraries(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+def is_of_libraries(jaxpr: ClosedJaxpr | Jaxpr) -> bool:
+    """Whether it was traced from a function of JAX or of what is built on it."""
+    source = getattr(opened(jaxpr)[0].debug_info, "func_src_info", None) or ""
+    return _is_of_libraries(source.rpartition(" at ")[2])
+
+
+def _is_of_libraries(file: str) -> bool:
+    parts = file.replace("\\", "/").split("/")
+    inside = any(a == "site-packages" and b in _LIBRARIES for a, b in itertools.pairwise(parts))
+    return inside or file.startswith(("<", _PACKAGE))
+
+
+def calls(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
+    """What an equation runs once on all its inputs: a call, a checkpoint, or a function with rules of its own."""
+    known = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+    if eqn.primitive.name in (*known, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"):
+        return next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+    return None
+
+
+def opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())

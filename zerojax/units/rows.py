@@ -158,6 +158,7 @@ class _Walk:
 
     def __init__(self, rows: int, axes: Mapping[str, int]):
         self.rows, self.axes = rows, axes
+        self._deriving = False
 
     def run(self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, states: list) -> list:
         """The states of what a jaxpr returns, given those of what it takes."""
@@ -215,7 +216,8 @@ class _Walk:
         if jaxprs.is_of_libraries(body):  # traced once: its lines may be those of another caller
             at, before = jaxprs.where(eqn.one), {s for s in ins if isinstance(s, Bad)}
             outs = [replace(s, at=at or s.at) if isinstance(s, Bad) and s not in before else s for s in outs]
-        if eqn.name.startswith("custom_") and any(isinstance(s, Bad) or s.kind != FREE for s in ins):
+        first = not self._deriving  # derivatives of first order are enough, and those of relu call relu
+        if first and eqn.name.startswith("custom_") and any(isinstance(s, Bad) or s.kind != FREE for s in ins):
             self.derivative(eqn, ins, outs)
         return outs
 
@@ -251,7 +253,11 @@ class _Walk:
         except Exception as error:  # rules may not be differentiable by reverse mode, or do anything
             raise MixedError(f"has a derivative rule that cannot be read: {error}") from error
         cotangents = [replace(outs[i], kind=ROWS if outs[i].kind == ROWS else FREE, degree=0) for i in made]
-        ends = self.run(one, two, [*ins, *cotangents])
+        self._deriving = True
+        try:
+            ends = self.run(one, two, [*ins, *cotangents])
+        finally:
+            self._deriving = False
         for i, end in zip(inexact, ends, strict=True):
             if isinstance(end, Bad):
                 raise MixedError(f"has a derivative rule that mixes rows: {end.why}")

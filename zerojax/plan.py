@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compilers, tables
+from zerojax import boxes, compilers, tables
 from zerojax.config import ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.placement import (
@@ -234,10 +234,11 @@ def make_plan(
     mesh = _with_auto_axes(mesh)
     _check_axes(mesh, config)
     _check_compiler(mesh, config)
-    with mesh_context(mesh):
-        variables, stacked = _trace(init_fn, config)
-        check_overwritten([path for path, _ in with_paths(variables.params)])
-    params = parameter_leaves(variables.params, stacked, base_specs, mesh, config)
+    made, stacked = _trace(init_fn, mesh, config)
+    variables = boxes.unboxed(made)
+    check_overwritten([path for path, _ in with_paths(variables.params)])
+    specs = boxes.base_specs(made.params, stacked, mesh) if base_specs is None else boxes.unboxed(base_specs)
+    params = parameter_leaves(variables.params, stacked, specs, mesh, config)
     with mesh_context(mesh):
         opt_state = jax.eval_shape(tx.init, without_overwritten(only_trained(variables.params, params)))
     trees = (variables.params, opt_state, variables.model_state)
@@ -257,12 +258,20 @@ def mesh_context(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager
 
 
 def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
-    """``init_fn`` as the state is born by it: always `Variables`, parameters in ``param_dtype``."""
+    """``init_fn`` as the state is born by it: always `Variables`, parameters in ``param_dtype``, nothing in boxes."""
+    return lambda key: boxes.unboxed(_boxed(init_fn, config)(key))
+
+
+# ---- what init_fn makes ----
+
+
+def _boxed(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
+    """`born`, with the boxes that ``init_fn`` made."""
 
     def init(key):
         made = init_fn(key)
         variables = made if isinstance(made, Variables) else Variables(made, None)
-        for path, leaf in with_paths(variables.params):
+        for path, leaf in with_paths(boxes.unboxed(variables.params)):
             if not hasattr(leaf, "dtype"):
                 raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {path} is the "
                                  f"{type(leaf).__name__} {leaf!r}; make numbers arrays: jnp.asarray(...)")  # fmt: skip
@@ -271,16 +280,30 @@ def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     return init
 
 
-# ---- what init_fn makes ----
-
-
-def _trace(init_fn: Callable, config: ZeroConfig) -> tuple[Variables, list[bool]]:
+def _trace(init_fn: Callable, mesh: Mesh | AbstractMesh, config: ZeroConfig) -> tuple[Variables, list[bool]]:
     """Shapes of what ``init_fn`` makes, and for each parameter whether its dim 0 counts layers stacked by a scan."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        jaxpr, variables = jax.make_jaxpr(born(init_fn, config), return_shape=True)(key)
+        return _shapes(init_fn, mesh, config)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {error}") from error
+    except Exception:
+        _check_boxes(init_fn, mesh, config)
+        raise
+
+
+def _check_boxes(init_fn: Callable, mesh: Mesh | AbstractMesh, config: ZeroConfig):
+    """Raise a ``ValueError`` for boxes that do not fit: linen constrains what they hold, and JAX names no leaf."""
+    try:
+        made, stacked = _shapes(init_fn, AbstractMesh((), ()), config)  # linen constrains nothing without a mesh
+    except Exception:  # not for the boxes
+        return
+    parameter_leaves(boxes.unboxed(made.params), stacked, boxes.base_specs(made.params, stacked, mesh), mesh, config)
+
+
+def _shapes(init_fn: Callable, mesh: Mesh | AbstractMesh, config: ZeroConfig) -> tuple[Variables, list[bool]]:
+    with mesh_context(mesh):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        jaxpr, variables = jax.make_jaxpr(_boxed(init_fn, config), return_shape=True)(key)
     count = len(jax.tree.leaves(variables.params))
     return variables, [_is_stacked(jaxpr.jaxpr, out) for out in jaxpr.jaxpr.outvars[:count]]
 

@@ -36,29 +36,32 @@ def base_specs(params: Tree, stacked: list[bool], mesh: Mesh | AbstractMesh) -> 
     return jax.tree.structure(unboxed(params)).unflatten(specs)
 
 
-def _spec(path: str, box: Any, stacked: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
+def _spec(path: str, box: Any, stacked: bool, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     names = tuple(box.get_partition_spec()) if hasattr(box, "get_partition_spec") else ()
     names = tuple(None if name is PartitionSpec.UNCONSTRAINED else name for name in names)
-    if isinstance(box, _linen().LogicallyPartitioned):
-        axes, remedy = _by_rules(path, box, names), "let the rules give axes of the mesh, or None"
-    else:
-        axes = (None, *names[1:]) if stacked and names and not _known(names[0], mesh) else names
-        remedy = ("name axes of the mesh, or None; names that follow nn.logical_axis_rules are those of "
-                  "nn.with_logical_partitioning")  # fmt: skip
-    unknown = [axis for entry in axes for axis in axes_of(entry) if axis not in mesh.axis_names]
+    entries = _by_rules(path, box, names, mesh)
+    if stacked and entries and not _known(entries[0], mesh):
+        entries = (None, *entries[1:])
+    unknown = [axis for entry in entries for axis in axes_of(entry) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"{path}: its box has the names {names}, which ask for axes {unknown}; the mesh has "
-                         f"{dict(mesh.shape)}: {remedy}")  # fmt: skip
-    return PartitionSpec(*axes)
+                         f"{dict(mesh.shape)}. Use names of its axes, None, or names to which the nn.logical_axis_rules "
+                         "that are active in make_plan give such axes")  # fmt: skip
+    return PartitionSpec(*entries)
 
 
-def _by_rules(path: str, box: Any, names: tuple) -> tuple:
-    """Logical names as axes; ``None`` where no rule has a free axis for a name, as in linen."""
-    rules = _linen().get_logical_axis_rules() if box.rules is None else box.rules
+def _by_rules(path: str, box: Any, names: tuple, mesh: Mesh | AbstractMesh) -> tuple:
+    """The axes that rules give to names, as linen does: none to a logical name without a rule. Axes of the mesh that
+    `nn.with_partitioning` names need no rule."""
+    logical, rules = isinstance(box, _linen().LogicallyPartitioned), getattr(box, "rules", None)
+    rules = _linen().get_logical_axis_rules() if rules is None else rules
+    ruled = {name for name, _ in rules}
+    asked = [name if name in ruled and (logical or not _known(name, mesh)) else None for name in names]
     try:
-        return tuple(_linen().logical_to_mesh_axes(names, rules)) if rules else ()
+        axes = _linen().logical_to_mesh_axes(asked, rules)
     except ValueError as error:
-        raise ValueError(f"{path}: its box has the names {names}, which linen cannot read: {error}") from error
+        raise ValueError(f"{path}: linen cannot read the names {names} of its box: {error} Use other names") from error
+    return tuple(axis if asks or logical else name for name, asks, axis in zip(names, asked, axes, strict=True))
 
 
 def _known(entry: Any, mesh: Mesh | AbstractMesh) -> bool:

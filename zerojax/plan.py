@@ -234,9 +234,10 @@ def make_plan(
     mesh = _with_auto_axes(mesh)
     _check_axes(mesh, config)
     _check_compiler(mesh, config)
-    made, stacked = _trace(init_fn, mesh, config)
-    variables = boxes.unboxed(made)
-    check_overwritten([path for path, _ in with_paths(variables.params)])
+    with mesh_context(mesh):
+        made, stacked = _trace(init_fn, config)
+        variables = boxes.unboxed(made)
+        check_overwritten([path for path, _ in with_paths(variables.params)])
     specs = boxes.base_specs(made.params, stacked, mesh) if base_specs is None else boxes.unboxed(base_specs)
     params = parameter_leaves(variables.params, stacked, specs, mesh, config)
     with mesh_context(mesh):
@@ -269,7 +270,7 @@ def _boxed(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     """`born`, with the boxes that ``init_fn`` made."""
 
     def init(key):
-        made = init_fn(key)
+        made = _made(init_fn, key)
         variables = made if isinstance(made, Variables) else Variables(made, None)
         for path, leaf in with_paths(boxes.unboxed(variables.params)):
             if not hasattr(leaf, "dtype"):
@@ -280,30 +281,26 @@ def _boxed(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     return init
 
 
-def _trace(init_fn: Callable, mesh: Mesh | AbstractMesh, config: ZeroConfig) -> tuple[Variables, list[bool]]:
-    """Shapes of what ``init_fn`` makes, and for each parameter whether its dim 0 counts layers stacked by a scan."""
+def _made(init_fn: Callable, key: Any) -> Any:
+    """What ``init_fn`` makes; without the active mesh if it does not fit: linen constrains what is in boxes by their
+    names, which need be no axes, and JAX's error does not say whose names they are."""
     try:
-        return _shapes(init_fn, mesh, config)
+        return init_fn(key)
+    except Exception as error:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            try:
+                return init_fn(key)
+            except Exception:
+                raise error from None
+
+
+def _trace(init_fn: Callable, config: ZeroConfig) -> tuple[Variables, list[bool]]:
+    """Shapes of what ``init_fn`` makes, and for each parameter whether its dim 0 counts layers stacked by a scan."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        jaxpr, variables = jax.make_jaxpr(_boxed(init_fn, config), return_shape=True)(key)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {error}") from error
-    except Exception:
-        _check_boxes(init_fn, mesh, config)
-        raise
-
-
-def _check_boxes(init_fn: Callable, mesh: Mesh | AbstractMesh, config: ZeroConfig):
-    """Raise a ``ValueError`` for boxes that do not fit: linen constrains what they hold, and JAX names no leaf."""
-    try:
-        made, stacked = _shapes(init_fn, AbstractMesh((), ()), config)  # linen constrains nothing without a mesh
-    except Exception:  # not for the boxes
-        return
-    parameter_leaves(boxes.unboxed(made.params), stacked, boxes.base_specs(made.params, stacked, mesh), mesh, config)
-
-
-def _shapes(init_fn: Callable, mesh: Mesh | AbstractMesh, config: ZeroConfig) -> tuple[Variables, list[bool]]:
-    with mesh_context(mesh):
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        jaxpr, variables = jax.make_jaxpr(_boxed(init_fn, config), return_shape=True)(key)
     count = len(jax.tree.leaves(variables.params))
     return variables, [_is_stacked(jaxpr.jaxpr, out) for out in jaxpr.jaxpr.outvars[:count]]
 

@@ -45,8 +45,8 @@ def _spec(path: str, box: Any, stacked: bool, mesh: Mesh | AbstractMesh) -> Part
     unknown = [axis for entry in entries for axis in axes_of(entry) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"{path}: its box has the names {names}, which ask for axes {unknown}; the mesh has "
-                         f"{dict(mesh.shape)}. Use names of its axes, None, or names to which the nn.logical_axis_rules "
-                         "that are active in make_plan give such axes")  # fmt: skip
+                         f"{dict(mesh.shape)}. Use names of its axes, None, or names to which nn.logical_axis_rules, "
+                         "active in make_plan, give such axes")  # fmt: skip
     return PartitionSpec(*entries)
 
 

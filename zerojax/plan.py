@@ -282,8 +282,8 @@ def _boxed(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
 
 
 def _made(init_fn: Callable, key: Any) -> Any:
-    """What ``init_fn`` makes; without the active mesh if it does not fit: linen constrains what is in boxes by their
-    names, which need be no axes, and JAX's error does not say whose names they are."""
+    """What ``init_fn`` makes, without an active mesh where it fails under one: there linen constrains what it takes out
+    of boxes by their names, which may be no axes, and JAX's error does not say whose names they are."""
     try:
         return init_fn(key)
     except Exception as error:
@@ -316,7 +316,8 @@ def _is_stacked(jaxpr: Any, var: Any) -> bool:
         if eqn.primitive.name in ("jit", "pjit"):
             inner = eqn.params["jaxpr"].jaxpr
             return _is_stacked(inner, inner.outvars[index])
-        return eqn.primitive.name in ("convert_element_type", "copy") and _is_stacked(jaxpr, eqn.invars[0])
+        same = eqn.primitive.name in ("convert_element_type", "copy", "sharding_constraint")
+        return same and _is_stacked(jaxpr, eqn.invars[0])
     return False
 
 

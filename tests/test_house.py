@@ -24,7 +24,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 # A module imports only modules that stand before it. The rooms follow each other: core, cost, app; `units` is within
 # the core, below `gradient`.
 ORDER = [
-    *("tables", "contracts", "config", "precision", "scaling", "compilers", "placement", "plan", "optimizer"),
+    *("tables", "contracts", "config", "precision", "scaling", "compilers", "placement", "boxes", "plan", "optimizer"),
     *("collectives", "losses"),
     *(
         f"units.{name}"

@@ -3,7 +3,7 @@
 import dataclasses
 import glob
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -352,6 +352,9 @@ def _read_base(path, shape, spec, mesh, shard_axes) -> tuple[tuple, int | None]:
     if len(entries) > len(shape):
         raise ValueError(f"{path}: base spec {spec} has more entries than shape {shape} has dims")
     entries += (None,) * (len(shape) - len(entries))
+    named = [axis for entry in entries for axis in axes_of(entry)]
+    if len(set(named)) < len(named):
+        raise ValueError(f"{path}: base spec {spec} names an axis more than once; one axis divides one dim")
     wanted = None
     for dim, entry in enumerate(entries):
         axes = axes_of(entry)
@@ -386,6 +389,6 @@ def _path(keys: tuple) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def with_paths(tree: Tree) -> list[tuple[str, Any]]:
+def with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """Every leaf with its path, parts joined by ``/``."""
-    return [(_path(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]
+    return [(_path(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compilers, tables
+from zerojax import boxes, compilers, tables
 from zerojax.config import ZeroConfig
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.placement import (
@@ -236,9 +236,11 @@ def make_plan(
     _check_axes(mesh, config)
     _check_compiler(mesh, config)
     with mesh_context(mesh):
-        variables, stacked = _trace(init_fn, config)
+        made, stacked = _trace(init_fn, config)
+        variables = boxes.unboxed(made)
         check_overwritten([path for path, _ in with_paths(variables.params)])
-    params = parameter_leaves(variables.params, stacked, base_specs, mesh, config)
+    specs = boxes.base_specs(made.params, stacked, mesh) if base_specs is None else boxes.unboxed(base_specs)
+    params = parameter_leaves(variables.params, stacked, specs, mesh, config)
     with mesh_context(mesh):
         opt_state = jax.eval_shape(tx.init, without_overwritten(only_trained(variables.params, params)))
     trees = (variables.params, opt_state, variables.model_state)
@@ -258,12 +260,20 @@ def mesh_context(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager
 
 
 def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
-    """``init_fn`` as the state is born by it: always `Variables`, parameters in ``param_dtype``."""
+    """``init_fn`` as the state is born by it: always `Variables`, parameters in ``param_dtype``, nothing in boxes."""
+    return lambda key: boxes.unboxed(_boxed(init_fn, config)(key))
+
+
+# ---- what init_fn makes ----
+
+
+def _boxed(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
+    """`born`, with the boxes that ``init_fn`` made."""
 
     def init(key):
-        made = init_fn(key)
+        made = _made(init_fn, key)
         variables = made if isinstance(made, Variables) else Variables(made, None)
-        for path, leaf in with_paths(variables.params):
+        for path, leaf in with_paths(boxes.unboxed(variables.params)):
             if not hasattr(leaf, "dtype"):
                 raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {path} is the "
                                  f"{type(leaf).__name__} {leaf!r}; make numbers arrays: jnp.asarray(...)")  # fmt: skip
@@ -272,14 +282,24 @@ def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     return init
 
 
-# ---- what init_fn makes ----
+def _made(init_fn: Callable, key: Any) -> Any:
+    """What ``init_fn`` makes, without an active mesh where it fails under one: there linen constrains what it takes out
+    of boxes by their names, which may be no axes, and JAX's error does not say whose names they are."""
+    try:
+        return init_fn(key)
+    except Exception as error:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            try:
+                return init_fn(key)
+            except Exception:
+                raise error from None
 
 
 def _trace(init_fn: Callable, config: ZeroConfig) -> tuple[Variables, list[bool]]:
     """Shapes of what ``init_fn`` makes, and for each parameter whether its dim 0 counts layers stacked by a scan."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        jaxpr, variables = jax.make_jaxpr(born(init_fn, config), return_shape=True)(key)
+        jaxpr, variables = jax.make_jaxpr(_boxed(init_fn, config), return_shape=True)(key)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {error}") from error
     count = len(jax.tree.leaves(variables.params))
@@ -297,7 +317,8 @@ def _is_stacked(jaxpr: Any, var: Any) -> bool:
         if eqn.primitive.name in ("jit", "pjit"):
             inner = eqn.params["jaxpr"].jaxpr
             return _is_stacked(inner, inner.outvars[index])
-        return eqn.primitive.name in ("convert_element_type", "copy") and _is_stacked(jaxpr, eqn.invars[0])
+        same = eqn.primitive.name in ("convert_element_type", "copy", "sharding_constraint")
+        return same and _is_stacked(jaxpr, eqn.invars[0])
     return False
 
 

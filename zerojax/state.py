@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from zerojax import tables
+from zerojax.boxes import is_box, unboxed
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.placement import at_rest
 from zerojax.plan import Plan, born, mesh_context
@@ -296,7 +297,7 @@ def _train_key(key: Any) -> Any:
 
 def _place_params(params: Tree, plan: Plan) -> Tree:
     """Existing parameters moved, then cast; a copy, so that the caller's arrays outlive the donated state."""
-    params = jax.tree.map(lambda p: p if isinstance(p, jax.Array) else np.asarray(p), params)
+    params = jax.tree.map(lambda p: p if isinstance(p, jax.Array) else np.asarray(p), unboxed(params))
 
     def shape(leaf):
         own = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
@@ -329,6 +330,9 @@ def _check_structure(tree: Tree, expected: Tree, what: str):
     if jax.tree.structure(tree) != jax.tree.structure(expected):
         have, want = ({jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(t)} for t in (tree, expected))
         odd = f"missing {sorted(want - have)[:3]}, not planned {sorted(have - want)[:3]}"
+        if any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box))):
+            raise ValueError(f"{what} do not fit the plan, whose arrays are in no boxes ({odd}); take them out with "
+                             "flax.linen.unbox")  # fmt: skip
         raise ValueError(f"{what} do not fit the plan: another tree ({odd}); make a plan for this init_fn and tx")
 
 

@@ -212,7 +212,8 @@ class _Walk:
         return rule(eqn, ins)
 
     def call(self, eqn: Eqn, body: Any, ins: list) -> list:
-        outs = self.run(body, jaxprs.calls(eqn.two), ins)
+        twin: Any = jaxprs.calls(eqn.two)
+        outs = self.run(body, twin, ins)
         if jaxprs.is_of_libraries(body):  # traced once: its lines may be those of another caller
             at, before = jaxprs.where(eqn.one), {s for s in ins if isinstance(s, Bad)}
             outs = [replace(s, at=at or s.at) if isinstance(s, Bad) and s not in before else s for s in outs]
@@ -329,7 +330,7 @@ _COLLECTIVES = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather",
 
 def _collective(eqn: Eqn, ins: list, axes: Mapping[str, int]) -> list:
     """Over all shard axes it makes free; of some it leaves what differs between the others."""
-    names = eqn.params.get("axes", eqn.params.get("axis_name"))
+    names: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = {names} if isinstance(names, str) else set(names)
     grouped = eqn.params.get("axis_index_groups") is not None
     outs = []

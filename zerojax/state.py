@@ -33,8 +33,8 @@ def init_state(
       init_fn, tx: those that the plan was made for.
       plan: where everything goes.
       key: for ``init_fn``, as it is; the key for training, of JAX's default kind, is derived from it.
-      params: parameters that exist already (pretrained ones, on the host or on devices) in place of ``init_fn``'s; they
-        are cast to ``param_dtype``.
+      params: parameters that exist already (pretrained ones, on the host or on devices, in linen's boxes or not) in
+        place of ``init_fn``'s; they are cast to ``param_dtype``.
 
     Raises:
       ValueError: if the plan was made for other parameters or another ``tx``, or its mesh has no devices.

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
@@ -58,16 +59,21 @@ def objective_of(call: Callable, plan: Plan) -> Callable:
         value = call(params, batch, rng, model_state)
         loss = as_loss(value, "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
-        known = not (isinstance(value, Loss) and isinstance(value.weight, Tracer))  # the same number on every device
-        if not known:
-            _check_micro_batches(plan)
         own = lax.stop_gradient(loss.weight)
-        weight = own * plan.devices if known else collectives.all_reduce(own, plan.axes)
-        mean = loss.total / _divisor(weight * share(plan))
+        weight = _weight_of_all(value, own, plan)
+        mean = loss.total / _divisor(weight * own.dtype.type(share(plan)))
         scaled = mean if scale is None else mean * scale.astype(mean.dtype)
         return scaled, (Loss(loss.total, own, loss.metrics, new), weight)
 
     return objective
+
+
+def _weight_of_all(value: Any, own: jax.Array, plan: Plan) -> Any:
+    """The weight of all devices' rows: of a plain number, the same on each, without a collective."""
+    if isinstance(value, Loss) and isinstance(value.weight, Tracer):
+        _check_micro_batches(plan)
+        return collectives.all_reduce(own, plan.axes)
+    return np.asarray(value.weight if isinstance(value, Loss) else 1, own.dtype) * own.dtype.type(plan.devices)
 
 
 def share(plan: Plan) -> float:
@@ -157,9 +163,9 @@ def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, weight, total / _divisor(weight))  # a constant zero would cost the compiler a buffer
 
 
-def _divisor(weight: jax.Array) -> jax.Array:
+def _divisor(weight: Any) -> Any:
     """``weight``, or one where there is none."""
-    return jnp.where(weight == 0, 1, weight)
+    return jnp.where(weight == 0, 1, weight) if isinstance(weight, jax.Array) else weight or weight.dtype.type(1)
 
 
 # ---- randomness ----

@@ -19,7 +19,8 @@ nitpick_ignore_regex = [("py:.*", r"(jax|jaxlib|flax|optax|numpy|typing|collecti
 nitpick_ignore = [
     ("py:obj", "PartitionSpec"),
     ("py:obj", "NamedSharding"),
-    ("py:class", "zerojax.scaling.Watch"),  # a field that nobody sets
+    ("py:class", "zerojax.scaling.Watch"),  # fields that nobody sets
+    ("py:class", "zerojax.step._Returned"),
 ]
 
 autodoc_member_order = "bysource"

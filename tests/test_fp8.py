@@ -247,6 +247,26 @@ def test_weights_that_vary_by_micro_batch_are_refused():
         step.lower(plan.abstract_state, jax.eval_shape(lambda: batch_of(0)))
 
 
+def test_a_batch_without_weight_still_notes_its_maxima():
+    """Trained parameters have no gradient then; the next values of the others are not made zero with it."""
+    model = MLP()
+    batch = {**batch_of(0), "weight": jnp.zeros(ROWS)}
+    plan = plan_of(model)
+    params = init_of(model)(jax.random.key(0))
+
+    def of_sums(params):
+        return weighted(model, params, batch).total
+
+    right = jax.jit(jax.grad(of_sums, allow_int=True))(params)[OVERWRITTEN]
+    loss, grads = jax.jit(zerojax.value_and_grad(functools.partial(weighted, model), plan))(
+        jax.device_put(params, plan.state_shardings.params), batch
+    )
+    assert float(loss) == 0
+    assert float(optax.tree.norm(grads["params"])) == 0
+    assert_close(jax.device_get(grads[OVERWRITTEN]), right)
+    assert max(float(jnp.max(a)) for a in jax.tree.leaves(right)) > 0
+
+
 def test_nnx_has_no_place_for_them():
     def make(rngs):
         return nnx.bridge.ToNNX(nn.Dense(8, dot_general_cls=DIRECT), rngs=rngs).lazy_init(jnp.ones((1, WIDTH)))

@@ -99,7 +99,7 @@ def _local(objective, plan, params, batch, rng, model_state, scale) -> tuple[Los
 
     if count == 1:
         model_state, grads, weight, sums = micro_batch(model_state, 0, batch)
-        grads = [jnp.where(weight == 0, 0, g) if isinstance(weight, Tracer) else g for g in grads]
+        grads = _none_without(weight, grads, trained)
     else:
         rows = _micro_batches(batch, count)
         model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, rows)
@@ -182,6 +182,13 @@ def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree,
     weight = weights.sum()
     means = [a if leaf.overwritten else divide(a, weight) for a, leaf in zip(sums, leaves, strict=True)]
     return model_state, means, jax.tree.map(lambda a: a.sum(0), weighted)
+
+
+def _none_without(weight: Any, grads: list[jax.Array], leaves: Sequence[Leaf]) -> list[jax.Array]:
+    """The gradients, zeros if there is no weight; next values that are no gradients stay. A plain weight is some."""
+    if not isinstance(weight, Tracer):
+        return grads
+    return [g if leaf.overwritten else jnp.where(weight == 0, 0, g) for g, leaf in zip(grads, leaves, strict=True)]
 
 
 def _micro_batches(batch: Tree, count: int) -> Tree:

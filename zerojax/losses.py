@@ -46,13 +46,12 @@ def with_arguments(fn: Callable) -> Callable:
 
 
 def objective_of(call: Callable, plan: Plan) -> Callable:
-    """The loss as ``(params, batch, rng, model_state, scale) -> (what to differentiate, Loss)``.
+    """The loss as ``(params, batch, rng, model_state, scale) -> (what to differentiate, (Loss, weight of all))``.
 
     On each device its sum over the mean weight of all devices: about the mean over its rows, since the gradient of a
     sum over many rows overflows float16. One divisor for all, so that a cotangent that crosses devices (of a mean over
     them inside the loss) is in the same unit everywhere. The mean over the devices is the gradient of the micro-batch's
-    mean; `share` says what each contributes. The `Loss` has this device's total, and the weight of all devices. It is
-    scaled, in float32; the `Loss` is not.
+    mean; `share` says what each contributes. It is scaled, in float32; the `Loss`, this device's own, is not.
     """
 
     def objective(params, batch, rng, model_state, scale):

@@ -68,7 +68,7 @@ class Step:
     jitted: Any
     loss_fn: Callable | None = None
     watch: Watch | None = dataclasses.field(default=None, compare=False, repr=False)
-    returned: "_Returned" = dataclasses.field(default_factory=lambda: _Returned(), compare=False, repr=False)
+    returned: _Returned = dataclasses.field(default_factory=_Returned, compare=False, repr=False)
 
     def __call__(self, state: TrainState, batch: Tree) -> Any:
         if not self.returned.is_it(state):

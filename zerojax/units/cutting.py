@@ -22,18 +22,9 @@ ENOUGH = 2**24  # elements of a unit: more would not make its collectives any fa
 
 _VIEWS = frozenset(
     [
-        *(
-            "add",
-            "and",
-            "bitcast_convert_type",
-            "broadcast_in_dim",
-            "concatenate",
-            "convert_element_type",
-            "copy",
-            "div",
-        ),
-        *("exp", "integer_pow", "log", "logistic", "max", "min", "mul", "name", "neg", "not", "or", "pad", "pow"),
-        *("reduce_precision", "reshape", "rev", "rsqrt", "select_n", "sharding_constraint", "shift_left"),
+        *("add", "and", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy"),
+        *("div", "exp", "integer_pow", "log", "logistic", "max", "min", "mul", "name", "neg", "not", "or", "pad"),
+        *("pow", "reduce_precision", "reshape", "rev", "rsqrt", "select_n", "sharding_constraint", "shift_left"),
         *("shift_right_arithmetic", "shift_right_logical", "slice", "split", "sqrt", "square", "squeeze"),
         *("stop_gradient", "sub", "tanh", "transpose", "xor"),
     ]

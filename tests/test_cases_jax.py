@@ -56,7 +56,7 @@ def masks_of_two_steps(stage, accumulate=2, devices=8, key=None):
         seen = jnp.zeros((ROWS, 64)).at[batch["row"]].set(mask)
         return zerojax.Loss(jnp.mean(mask * params["w"]), 1.0, {"seen": seen})
 
-    mesh, config = make_mesh(devices), zerojax.ZeroConfig(stage=stage, accumulate=accumulate)
+    mesh, config = make_mesh(devices), zerojax.ZeroConfig(stage=stage, accumulate=accumulate, rows="apart")
     plan = zerojax.make_plan(lambda key: {"w": jnp.ones(64)}, tx, mesh, config)
     state = zerojax.init_state(lambda key: {"w": jnp.ones(64)}, tx, plan, jax.random.key(3) if key is None else key)
     step, evaluate = zerojax.make_train_step(loss, tx, plan), zerojax.make_eval_step(loss, plan)

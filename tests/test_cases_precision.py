@@ -29,7 +29,7 @@ def product(params, batch):
 def test_micro_gradients_add_up_in_float32(stage, devices, precision):
     """deepspeedai/DeepSpeed#1800, deepspeedai/DeepSpeed#5154: a bfloat16 accumulator stays at 1, not 1.498."""
     config = {"stage": stage, "accumulate": 256 // devices, "precision": precision, "mesh": make_mesh(devices)}
-    _, state, step = prepare({"w": jnp.ones((8, 1))}, optax.sgd(0.0), product, **config)
+    _, state, step = prepare({"w": jnp.ones(8)}, optax.sgd(0.0), product, **config)
     metrics = step(state, TERMS)[1]
     # the loss is a mean over eight equal columns, and each column's gradient an eighth
     assert float(metrics["grad_norm"]) == pytest.approx(MEAN / np.sqrt(8), rel=1e-6)
@@ -41,7 +41,7 @@ def test_micro_gradients_add_up_in_float32(stage, devices, precision):
 def test_gradients_handed_out_were_added_in_float32(stage):
     """deepspeedai/DeepSpeed#2352, deepspeedai/DeepSpeed#2768: and come in the dtype of the parameters."""
     config = {"stage": stage, "accumulate": 256, "precision": "c=bf16", "mesh": make_mesh(1)}
-    plan, state, _ = prepare({"w": jnp.ones((8, 1))}, optax.sgd(0.0), product, **config)
+    plan, state, _ = prepare({"w": jnp.ones(8)}, optax.sgd(0.0), product, **config)
     _, grads = jax.jit(zerojax.value_and_grad(product, plan))(state.params, TERMS)
     assert grads["w"].dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(grads["w"]), MEAN / 8, rtol=1e-6)

@@ -237,7 +237,7 @@ def test_micro_gradients_of_every_dtype_add_up_in_float32(stage):
         return sum(jnp.mean(batch.astype(p.dtype)[:, None] * p).astype(jnp.float32) for p in params.values())
 
     config = {"stage": stage, "accumulate": 32, "precision": "c=bf16,g=fp16", "compute_dtypes": {"norm": "float32"}}
-    params = {"w": jnp.ones((8, 1)), "norm": jnp.ones((8, 1)), "odd": jnp.ones((1, 1))}
+    params = {"w": jnp.ones(8), "norm": jnp.ones(8), "odd": jnp.ones(1)}
     _, state, step = prepare(params, optax.sgd(0.0), product, **config)
     one = 1.498046875 / 256
     assert float(step(state, terms)[1]["grad_norm"]) == pytest.approx(one * np.sqrt(1 / 8 + 1 / 8 + 1), rel=1e-6)

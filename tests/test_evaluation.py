@@ -143,7 +143,7 @@ def test_keys_differ_on_the_rows_that_remain():
         rows = jnp.zeros((19, 64)).at[batch["row"]].set(jax.random.bernoulli(rng, 0.5, (64,)) * 1.0)
         return zerojax.Loss(0.0, 1.0, {"rows": rows})
 
-    plan, state, _ = prepare(even_params(), SGD)
+    plan, state, _ = prepare(even_params(), SGD, rows="apart")
     rows = np.asarray(zerojax.make_eval_step(mask, plan)(state, {"row": np.arange(19)})["rows"])
     assert len({row.tobytes() for row in rows}) == 9
 

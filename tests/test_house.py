@@ -28,9 +28,9 @@ ORDER = [
     *("collectives", "losses"),
     *(
         f"units.{name}"
-        for name in ("jaxprs", "rowrules", "rows", "cutting", "passes", "loops", "gradient", "explanation")
+        for name in ("jaxprs", "rowrules", "rows", "spread", "cutting", "passes", "loops", "gradient", "explanation")
     ),
-    *("gradient", "state", "evaluation", "step", "equality", "linen", "nnx"),
+    *("ways", "gradient", "state", "evaluation", "step", "equality", "linen", "nnx"),
     *(f"cost.{name}" for name in ("hlo", "buffers", "liveness", "hardware", "formulas", "traces", "prediction")),
     *(f"cost.{name}" for name in ("report", "targets", "models", "planning")),
     *("accounting", "targets"),  # doors: public names of what stands in a room
@@ -41,8 +41,8 @@ ROOMS = ("units", "cost", "app")
 ONLY = {f"cost.{name}": set() for name in ("hlo", "buffers", "hardware", "formulas")}  # less than the order would allow
 ONLY |= {
     f"units.{name}": {"tables", "contracts", "placement", "precision", "collectives"}
-    | {f"units.{other}" for other in ("jaxprs", "rowrules", "cutting", "passes", "loops", "gradient")}
-    for name in ("jaxprs", "rowrules", "rows", "cutting", "passes", "loops", "gradient", "explanation")
+    | {f"units.{other}" for other in ("jaxprs", "rowrules", "rows", "cutting", "passes", "loops", "gradient")}
+    for name in ("jaxprs", "rowrules", "rows", "spread", "cutting", "passes", "loops", "gradient", "explanation")
 }
 MAX_LINES = 600
 

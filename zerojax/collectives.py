@@ -33,9 +33,9 @@ def gather(shards: Sequence[jax.Array], leaves: Sequence[Leaf], axes: Mapping[st
     whole = list(shards)
     together, alone = _batches(leaves, [s.dtype for s in shards], partitioned=True)
     for i in alone:
-        whole[i] = _on_every_axis(_all_gather, leaves[i], axes)(shards[i])
+        whole[i] = _on_every_axis(all_gather, leaves[i], axes)(shards[i])
     for group in together:
-        rows_NE = _all_gather(jnp.concatenate([shards[i].ravel() for i in group])[None], 0, axes)
+        rows_NE = all_gather(jnp.concatenate([shards[i].ravel() for i in group])[None], 0, axes)
         parts = jnp.split(rows_NE, _ends([shards[i].size for i in group]), axis=1)
         for i, part in zip(group, parts, strict=True):
             whole[i] = _from_rows(part, shards[i].shape, _dim(leaves[i]))
@@ -126,7 +126,7 @@ def _on_every_axis(
     return jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False) if others else run
 
 
-def _all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
+def all_gather(x: jax.Array, dim: int, axes: Mapping[str, int]) -> jax.Array:
     """Over several axes the minor one first, one after the other: a TPU's compiler makes true gathers of these only.
 
     As dim 0, where each device's part is one piece of memory: along another dim the CPU's gather takes twice the time.

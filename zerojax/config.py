@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +168,9 @@ class ZeroConfig:
       stage: ZeRO's stage, 0 to 3 (arXiv 1910.02054, section 5). It belongs to the step; 1, 2 and 3 share one state.
       shard_axes: the mesh axes that the state is partitioned over and the batch's rows are divided over.
       accumulate: micro-batches per step.
+      rows: what a loss sees. ``"auto"``: a loss that looks across rows (BatchNorm, a masked mean, other rows as
+        negatives) the whole micro-batch, as one device does, others their device's rows, which is the same and the
+        faster way. ``"apart"``: always a device's own rows; ``"together"``: always all.
       precision: a `Precision`, or its short form (``"c=bf16"``).
       keep_whole_below: leaves with fewer elements stay whole on every device. Leaves with fewer elements than there
         are devices always do.
@@ -198,6 +201,7 @@ class ZeroConfig:
     stage: int = 3
     shard_axes: tuple[str, ...] = ("data",)
     accumulate: int = 1
+    rows: Literal["auto", "apart", "together"] = "auto"
     precision: Precision = field(default_factory=Precision)
     keep_whole_below: int = 0
     allow_whole: bool = False
@@ -237,6 +241,8 @@ class ZeroConfig:
             raise ValueError(f"stage={self.stage!r} is not one of 0, 1, 2, 3")
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate!r} is not a number of micro-batches; use 1 or more")
+        if self.rows not in ("auto", "apart", "together"):
+            raise ValueError(f"rows={self.rows!r} is not one of 'auto', 'apart', 'together'")
         if type(self.keep_whole_below) is not int or self.keep_whole_below < 0:
             raise ValueError(f"keep_whole_below={self.keep_whole_below!r} is not a number of elements; use 0 or more")
         if not isinstance(self.precision, Precision):

@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, tables
+from zerojax import collectives, tables, ways
 from zerojax.contracts import Loss, TrainState, Tree
-from zerojax.gradient import on_devices, param_specs, whole_params
 from zerojax.losses import add_metrics, as_loss, divide, fold, weighted, with_arguments
 from zerojax.plan import Plan, mesh_context
 from zerojax.precision import merge, numbers
 from zerojax.state import check_batch, evaluated, place_rows, shapes_of
+from zerojax.ways import Way
 
 
 @dataclass(frozen=True)
@@ -68,36 +69,56 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
     >>> float(step(init_state(init_fn, tx, plan, jax.random.key(0)), jnp.ones((16, 8)))["mean"])
     8.0
     """
-    measure, everywhere = _measure(with_arguments(metric_fn), plan), PartitionSpec()
+    call, everywhere = with_arguments(metric_fn), PartitionSpec()
 
     def gather(params):
-        return merge(whole_params(numbers(params), plan.wire, plan), params)
+        return merge(ways.whole_params(numbers(params), plan.wire, plan), params)
 
-    def measure_all(*args):
-        return collectives.all_reduce(measure(*args), plan.axes)
-
-    gathered = on_devices(gather, plan, (param_specs(plan),), everywhere)
-    over_rows = on_devices(
-        measure_all, plan, (everywhere, plan.batch_sharding.spec, everywhere, everywhere), everywhere
-    )
+    gathered = ways.on_devices(gather, (ways.param_specs(plan),), everywhere, plan)
 
     def eval_step(state, rows, rest=None):
         rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
-        params, args = gathered(state.params), (rng, state.model_state)
-        sums = [] if rows is None else [over_rows(params, rows, *args)]
-        sums += [] if rest is None else [_off_axes(measure, plan)(params, rest, *args)]
-        totals, weight = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
+        batch = rest if rows is None else rows
+        params = gathered(state.params)
+
+        def use(way):
+            sums = _apart if way.axes else _together
+            return sums(call, plan, way, params, rows, rest, rng, state.model_state)
+
+        totals, weight = ways.along(use, call, plan, state.params, batch, rng, state.model_state)
         return jax.tree.map(lambda total: divide(total, weight), totals)
 
     placed = (replace(plan.state_shardings, opt_state=None, loss_scale=None), plan.batch_sharding, plan.replicated)
     return EvalStep(plan, jax.jit(eval_step, in_shardings=placed, out_shardings=plan.replicated))
 
 
-def _measure(call: Callable, plan: Plan) -> Callable:
+def _apart(call: Callable, plan: Plan, way: Way, params: Tree, rows: Tree, rest: Tree, rng: Any, *args: Any):
+    """``({name: weighted sum}, weight)``: of the divided rows by every device for its own, of the rest by all alike."""
+    measure, everywhere = _measure(call, way), PartitionSpec()
+
+    def measure_all(*args):
+        return collectives.all_reduce(measure(*args), way.axes)
+
+    specs = (everywhere, plan.batch_sharding.spec, everywhere, everywhere)
+    sums = [] if rows is None else [way.run(measure_all, specs, everywhere)(params, rows, rng, *args)]
+    if rest is not None:
+        key = None if rng is None else jax.random.fold_in(rng, plan.devices)
+        sums.append(_off_axes(measure, plan)(params, rest, key, *args))
+    return jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *sums)
+
+
+def _together(call: Callable, plan: Plan, way: Way, params: Tree, rows: Tree, rest: Tree, *args: Any):
+    """The same, of all rows at once."""
+    parts = [part for part in (rows, rest) if part is not None]
+    batch = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+    return _measure(way.of_device(call), way)(params, batch, *args)
+
+
+def _measure(call: Callable, way: Way) -> Callable:
     """``(whole parameters, rows, rng, model_state) -> ({name: weighted sum}, weight)``."""
 
     def measure(params, batch, rng, model_state):
-        value, rows = call(params, batch, fold(rng, 0, plan), model_state), len(jax.tree.leaves(batch)[0])
+        value, rows = call(params, batch, fold(rng, 0, way.keys), model_state), len(jax.tree.leaves(batch)[0])
         named = isinstance(value, Mapping)
         loss = weighted(as_loss(Loss(0.0, rows, value) if named else value, "metric_fn", rows))
         return add_metrics({} if named else {"loss": loss.total}, loss.metrics), loss.weight

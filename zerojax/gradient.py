@@ -1,4 +1,4 @@
-"""The upper half of a step, on every device's own rows: cast, gather, differentiate, reduce-scatter, weigh."""
+"""The upper half of a step: cast, gather, differentiate, reduce-scatter, weigh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,15 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives
+from zerojax import collectives, ways
 from zerojax.contracts import Loss, Tree
 from zerojax.losses import divide, fold, global_mean, objective_of, share, weighted, with_arguments
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
-from zerojax.precision import gradient_dtype, merge, numbers, rounded
+from zerojax.precision import gradient_dtype, merge, numbers
 from zerojax.units.gradient import gradient
 from zerojax.units.passes import Traffic
+from zerojax.ways import Way
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,30 @@ def gradient_of(loss_fn: Callable, plan: Plan) -> Callable:
 
     The gradient travels scaled and arrives unscaled; ``scale`` is a float32 scalar, or ``None``.
     """
-    objective = objective_of(with_arguments(loss_fn), plan)
+    call = with_arguments(loss_fn)
 
-    def local(params, batch, rng, model_state, scale):
-        sums, grads, model_state = _local(objective, plan, params, batch, rng, model_state, scale)
+    everywhere = PartitionSpec()
+    in_specs = (ways.param_specs(plan), plan.batch_sharding.spec, everywhere, everywhere, everywhere)
+    grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
+
+    def run(params, batch, rng, model_state, scale):
+        def use(way):
+            on_rows = way.run(_on_rows(call, plan, way), in_specs, (everywhere, grad_specs, everywhere))
+            return on_rows(params, batch, rng, model_state, scale)
+
+        parts = plan.config.accumulate
+        loss, grads, model_state = ways.along(use, call, plan, params, batch, rng, model_state, parts=parts)
+        return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), model_state
+
+    return run
+
+
+def _on_rows(call: Callable, plan: Plan, way: Way) -> Callable:
+    """What `gradient_of` returns, with a list of gradients, from the rows that the way gives."""
+    objective = objective_of(way.of_device(call), plan, way.axes)
+
+    def on_rows(params, batch, rng, model_state, scale):
+        sums, grads, model_state = _sums(objective, plan, way, params, batch, rng, model_state, scale)
         dtype = gradient_dtype(plan.config.precision)
 
         def unscaled(grad):
@@ -54,46 +75,22 @@ def gradient_of(loss_fn: Callable, plan: Plan) -> Callable:
 
         pairs = zip(grads, _trained(plan.wire, plan), strict=True)
         grads = [g if leaf.overwritten else unscaled(g) for g, leaf in pairs]
-        return global_mean(sums, plan), grads, collectives.mean(model_state, plan.axes)
+        return global_mean(sums, way.axes), grads, collectives.mean(model_state, way.axes)
 
-    grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
-    in_specs = (param_specs(plan), plan.batch_sharding.spec, PartitionSpec(), PartitionSpec(), PartitionSpec())
-    sharded = on_devices(local, plan, in_specs, (PartitionSpec(), grad_specs, PartitionSpec()))
-
-    def run(params, batch, rng, model_state, scale):
-        loss, grads, model_state = sharded(params, batch, rng, model_state, scale)
-        return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), model_state
-
-    return run
+    return on_rows
 
 
-def on_devices(local: Callable, plan: Plan, in_specs: Any, out_specs: Any) -> Callable:
-    """``local`` on every device, manual over the shard axes; other mesh axes stay with the compiler.
-
-    Replication is not checked: with the check on, gradients of replicated parameters arrive already summed and those
-    of partitioned ones do not.
-    """
-    return jax.shard_map(
-        local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(plan.axes), check_vma=False
-    )
-
-
-def param_specs(plan: Plan) -> Tree:
-    """How a `TrainState`'s parameters enter ``shard_map``."""
-    return plan.treedefs[0].unflatten(leaf.shard_spec(plan.partitioned_axes) for leaf in plan.params)
-
-
-def _local(objective, plan, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
-    """This device's sums of the loss over its micro-batches, and the reduced mean gradient of all."""
+def _sums(objective, plan, way, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
+    """Sums of the loss over these rows' micro-batches, and the reduced mean gradient of all."""
     schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, numbers(params)
-    held = whole_params(shards, plan.wire, plan) if schedule.gather == "step" else shards
-    every, trained = reduces_each(plan), _trained(plan.wire, plan)
+    held = way.gather(shards, list(plan.wire)) if schedule.gather == "step" else shards
+    every, trained = way.each or reduces_each(plan), _trained(plan.wire, plan)
     dtype = gradient_dtype(plan.config.precision)
     zeros = [jnp.zeros(a.shape, dtype) for a in _trained(shards if every else held, plan)]
-    differentiated = _differentiated(objective, plan, params, held)
+    differentiated = _differentiated(objective, plan, way, params, held)
 
     def micro_batch(model_state, index, rows):
-        loss, weight, grads = differentiated(index, rows, fold(rng, index, plan), model_state, scale)
+        loss, weight, grads = differentiated(index, rows, fold(rng, index, way.keys), model_state, scale)
         grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
         return loss.model_state, grads, weight, weighted(loss)
 
@@ -103,7 +100,7 @@ def _local(objective, plan, params, batch, rng, model_state, scale) -> tuple[Los
     else:
         rows = _micro_batches(batch, count)
         model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, rows)
-    return sums, grads if every else _reduced(grads, trained, plan), model_state
+    return sums, grads if every else way.reduce(grads, trained), model_state
 
 
 def reduces_each(plan: Plan) -> bool:
@@ -114,54 +111,43 @@ def reduces_each(plan: Plan) -> bool:
     return _SCHEDULES[plan.config.stage].reduce == "micro-batch" or plan.config.accumulate == 1
 
 
-def _differentiated(objective: Callable, plan: Plan, params: Tree, held: list[jax.Array]) -> Callable:
+def _differentiated(objective: Callable, plan: Plan, way: Way, params: Tree, held: list[jax.Array]) -> Callable:
     """``(index, *args of the objective) -> (Loss, weight of all devices, gradients)`` of one micro-batch.
 
     On parameters as they are held. The gradients are of what is trained: this device's part of the mean over all rows
     of the micro-batch, or if each micro-batch is reduced by itself, that mean.
     """
     gathers, remat = _SCHEDULES[plan.config.stage].gather == "use", plan.config.remat
-    every, trained = reduces_each(plan), _trained(plan.wire, plan)
-
-    def gather(shards, leaves):
-        return whole_params(shards, leaves, plan)
+    every, trained = way.each or reduces_each(plan), _trained(plan.wire, plan)
 
     def reduce(grads, leaves):
-        return _reduced(_shares(grads, leaves, plan), leaves, plan)
+        return way.reduce(_shares(grads, leaves, plan, way), leaves)
 
     def on_whole(whole, *args):
         return objective(merge(whole, params), *args)
 
-    traffic = Traffic(gather if gathers else None, reduce if every else None, remat)
+    traffic = Traffic(way.gather if gathers else None, reduce if every else None, remat)
     in_units = gradient(on_whole, held, plan.wire, traffic)
 
     def differentiated(index, *args):
         (_, (loss, weight)), grads = in_units(index, *args)
         grads = _trained(grads, plan)
-        return loss, weight, grads if every else _shares(grads, trained, plan)
+        return loss, weight, grads if every else _shares(grads, trained, plan, way)
 
     return differentiated
 
 
-def _shares(grads: list[Any], leaves: Sequence[Leaf], plan: Plan) -> list[Any]:
-    """This device's part of the mean gradient, in float32; ``None`` stays.
+def _shares(grads: list[Any], leaves: Sequence[Leaf], plan: Plan, way: Way) -> list[Any]:
+    """These rows' part of the mean gradient, in float32; ``None`` stays.
 
     Before it travels: what is sent, and every sum of it on the way, is of the size of the mean, which must fit float16.
     """
-    dtype, part = gradient_dtype(plan.config.precision), share(plan)
+    dtype, part = gradient_dtype(plan.config.precision), share(plan, way.axes)
 
     def weighed(grad, leaf):
         return grad if grad is None or leaf.overwritten else grad.astype(dtype) * part
 
     return [weighed(*pair) for pair in zip(grads, leaves, strict=True)]
-
-
-def _reduced(grads: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
-    """Sums over the devices, of partitioned leaves this device's shard, in ``reduce_dtype``."""
-    dtype, pairs = plan.config.precision.reduce_dtype, zip(grads, leaves, strict=True)
-    with jax.named_scope(collectives.REDUCED):
-        sent = [g if leaf.overwritten else g.astype(dtype) for g, leaf in pairs]
-        return collectives.reduce_scatter(sent, leaves, plan.axes)
 
 
 def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
@@ -199,21 +185,3 @@ def _micro_batches(batch: Tree, count: int) -> Tree:
 def _trained(those: Sequence[Any], plan: Plan) -> list[Any]:
     """Of what stands for each parameter of `Plan.wire`, that of those which are trained."""
     return [a for a, leaf in zip(those, plan.wire, strict=True) if leaf.trained]
-
-
-def whole_params(shards: list[jax.Array], leaves: Sequence[Leaf], plan: Plan) -> list[jax.Array]:
-    """Whole parameters, each in the dtype in which the loss sees it.
-
-    The shards are cast just before they travel: sooner, all of them would be held in both dtypes; later, the larger one
-    would travel.
-    """
-    with jax.named_scope(collectives.GATHERED):
-        sent = [_sent(shard, leaf) for shard, leaf in zip(shards, leaves, strict=True)]
-        whole = collectives.gather(sent, leaves, plan.axes)
-        return [array.astype(leaf.compute_dtype) for array, leaf in zip(whole, leaves, strict=True)]
-
-
-def _sent(shard: jax.Array, leaf: Leaf) -> jax.Array:
-    """In the dtype that travels; what stays is only rounded to it."""
-    stays = leaf.dim is None and leaf.gather_dtype not in (leaf.compute_dtype, shard.dtype.name)
-    return rounded(shard, leaf.gather_dtype) if stays else shard.astype(leaf.gather_dtype)

@@ -1,6 +1,7 @@
 """The contract of the loss: what it takes, what it may return, and how means over rows are made of it."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from jax.core import Tracer
 from zerojax import collectives
 from zerojax.contracts import Loss, Tree
 from zerojax.plan import Plan
+
+# The axes over which rows are divided, and their sizes; none for a loss that sees all rows at once.
+Axes = Mapping[str, int]
 
 
 def with_arguments(fn: Callable) -> Callable:
@@ -45,7 +49,7 @@ def with_arguments(fn: Callable) -> Callable:
     return call
 
 
-def objective_of(call: Callable, plan: Plan) -> Callable:
+def objective_of(call: Callable, plan: Plan, axes: Axes) -> Callable:
     """The loss as ``(params, batch, rng, model_state, scale) -> (what to differentiate, (Loss, weight of all))``.
 
     On each device its sum over the mean weight of all devices: about the mean over its rows, since the gradient of a
@@ -59,30 +63,34 @@ def objective_of(call: Callable, plan: Plan) -> Callable:
         loss = as_loss(value, "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
         own = lax.stop_gradient(loss.weight)
-        weight = _weight_of_all(value, own, plan)
-        mean = loss.total / _divisor(weight * own.dtype.type(share(plan)))
+        weight = _weight_of_all(value, own, plan, axes)
+        mean = loss.total / _divisor(weight * own.dtype.type(share(plan, axes)))
         scaled = mean if scale is None else mean * scale.astype(mean.dtype)
         return scaled, (Loss(loss.total, own, loss.metrics, new), weight)
 
     return objective
 
 
-def _weight_of_all(value: Any, own: jax.Array, plan: Plan) -> Any:
+def _weight_of_all(value: Any, own: jax.Array, plan: Plan, axes: Axes) -> Any:
     """The weight of all devices' rows: of a plain number, the same on each, without a collective."""
     if isinstance(value, Loss) and isinstance(value.weight, Tracer):
         _check_micro_batches(plan)
-        return collectives.all_reduce(own, plan.axes)
-    return np.asarray(value.weight if isinstance(value, Loss) else 1, own.dtype) * own.dtype.type(plan.devices)
+        return collectives.all_reduce(own, axes)
+    return np.asarray(value.weight if isinstance(value, Loss) else 1, own.dtype) * own.dtype.type(_devices(axes))
 
 
-def share(plan: Plan) -> float:
+def _devices(axes: Axes) -> int:
+    return math.prod(axes.values())
+
+
+def share(plan: Plan, axes: Axes) -> float:
     """What a device's gradient counts for in that of the micro-batch: all devices as much.
 
     Where largest gradients are noted (fp8), they shall be those of the step: what is differentiated is then a part of
     the mean over all rows of all micro-batches.
     """
     overwrites = any(leaf.overwritten for leaf in plan.wire)
-    return float(plan.config.accumulate) if overwrites else 1 / plan.devices
+    return float(plan.config.accumulate) if overwrites else 1 / _devices(axes)
 
 
 def _check_micro_batches(plan: Plan):
@@ -150,9 +158,9 @@ def add_metrics(own: dict, others: Mapping) -> dict:
 # ---- means over the rows of all devices ----
 
 
-def global_mean(sums: Loss, plan: Plan) -> Loss:
+def global_mean(sums: Loss, axes: Axes) -> Loss:
     """Of every device's weighted sums: the mean loss as ``total``, mean metrics, the summed weight."""
-    sums = collectives.all_reduce(sums, plan.axes)
+    sums = collectives.all_reduce(sums, axes)
     mean = jax.tree.map(lambda a: divide(a, sums.weight), (sums.total, sums.metrics))
     return Loss(mean[0], sums.weight, mean[1])
 
@@ -170,19 +178,19 @@ def _divisor(weight: Any) -> Any:
 # ---- randomness ----
 
 
-def fold(rng: Any, micro_batch: Any, plan: Plan) -> Any:
+def fold(rng: Any, micro_batch: Any, axes: Axes) -> Any:
     """The key of one micro-batch on one device."""
     if rng is None:
         return None
-    return jax.random.fold_in(jax.random.fold_in(rng, micro_batch), device_number(plan))
+    return jax.random.fold_in(jax.random.fold_in(rng, micro_batch), device_number(axes))
 
 
-def device_number(plan: Plan) -> Any:
-    """Of the device whose rows these are; of rows that all devices have, one more than the last."""
+def device_number(axes: Axes) -> Any:
+    """Of the device whose rows these are, along axes that have names here; zero of rows that all devices share."""
     try:
-        return lax.axis_index(tuple(plan.axes))
+        return lax.axis_index(tuple(axes))
     except NameError:
-        return plan.devices
+        return 0
 
 
 def check_key(rng: Any):

@@ -256,7 +256,7 @@ def _fold_device(plan: Plan) -> Callable:
     """One stream on every device would drop the same units everywhere. Stacked layers have an array of keys."""
 
     def fold(keys):
-        number = losses.device_number(plan)
+        number = losses.device_number(plan.axes)
         fold_one = lambda key: jax.random.fold_in(key, number)  # noqa: E731
         for _ in range(keys.ndim):
             fold_one = jax.vmap(fold_one)

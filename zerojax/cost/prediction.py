@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec
 
 from zerojax.contracts import Tree
 from zerojax.cost import traces
-from zerojax.gradient import gradient_of, on_devices, reduces_each
+from zerojax.gradient import gradient_of, reduces_each
 from zerojax.losses import as_loss, with_arguments
 from zerojax.placement import Leaf, axes_of
 from zerojax.plan import Plan
 from zerojax.precision import gradient_dtype, merge
 from zerojax.state import check_batch
 from zerojax.units import explanation
+from zerojax.ways import on_devices
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _trace(loss_fn: Callable, plan: Plan, batch: Tree) -> Any:
     whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype) for leaf in plan.wire]
     everywhere = PartitionSpec()
     specs = (everywhere, everywhere, plan.batch_sharding.spec, everywhere, everywhere)
-    run = on_devices(local, plan, specs, everywhere)
+    run = on_devices(local, specs, everywhere, plan)
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state.params)
     traced = jax.make_jaxpr(run)(whole, params, batch, jax.random.key(0), state.model_state)
     (mapped,) = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "shard_map"]

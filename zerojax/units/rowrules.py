@@ -58,7 +58,8 @@ class Eqn:
 
     one: Any  # a JaxprEqn; of the shapes of what it takes type checkers know nothing
     two: Any
-    rows: int
+    rows: int  # of the first program
+    times: int = 2  # as many has the second
 
     @property
     def name(self) -> str:
@@ -171,7 +172,7 @@ def _product(a: State, b: State, sign: int = 1) -> State:
     return State(kind, degree, _layout([a, b]))
 
 
-def _any_function(states: list[State]) -> State:
+def any_function(states: list[State]) -> State:
     """What is made of these element by element in any way."""
     if any(s.kind == SUM for s in states):
         raise MixedError("is not linear in a sum over rows")
@@ -198,7 +199,7 @@ def fitting(eqn: Eqn, i: int, state: State) -> State:
             raise MixedError("mixes rows")
         return replace(state, layout=None)
     one, two = (eqn.one.outvars[i].aval.shape, eqn.two.outvars[i].aval.shape)
-    fits = len(grows) == 1 and two[grows[0]] == 2 * one[grows[0]] and one[grows[0]] % eqn.rows == 0
+    fits = len(grows) == 1 and two[grows[0]] == eqn.times * one[grows[0]] and one[grows[0]] % eqn.rows == 0
     if fits and isinstance(state.layout, tuple):
         fits = math.prod(state.layout) * eqn.rows == one[grows[0]]
     if fits and state.layout == NUMBER:
@@ -211,11 +212,11 @@ def fitting(eqn: Eqn, i: int, state: State) -> State:
 
 
 def alike(eqn: Eqn) -> bool:
-    """Whether both equations say the same, sizes apart that double."""
+    """Whether both equations say the same, sizes apart that grow with the rows."""
 
     def same(key, a, b):
         if key in _SIZES and isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-            return all(x == y or y == 2 * x for x, y in zip(a, b, strict=True))
+            return all(x == y or y == eqn.times * x for x, y in zip(a, b, strict=True))
         return a == b or (a != a and b != b)  # nan is not itself
 
     two = eqn.two.params
@@ -255,13 +256,13 @@ def _convert(eqn: Eqn, ins: list) -> State:
     (state,) = ins
     inexact = jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)
     integers = all(jnp.issubdtype(a.aval.dtype, jnp.integer) for a in (eqn.one.invars[0], eqn.one.outvars[0]))
-    return state if inexact or integers or state.degree == ANY else _any_function(ins)
+    return state if inexact or integers or state.degree == ANY else any_function(ins)
 
 
 def _div(eqn: Eqn, ins: list) -> State:
     if jnp.issubdtype(eqn.one.outvars[0].aval.dtype, jnp.inexact):
         return _product(*ins, sign=-1)
-    return _any_function(ins)
+    return any_function(ins)
 
 
 def _select(eqn: Eqn, ins: list) -> State:
@@ -271,16 +272,16 @@ def _select(eqn: Eqn, ins: list) -> State:
     chosen = together(cases)
     if which.kind != FREE and chosen.kind == SUM:
         raise MixedError("chooses among sums over rows as rows say")
-    return _product(_any_function([which]), chosen) if chosen.degree != ANY else _any_function([which, chosen])
+    return _product(any_function([which]), chosen) if chosen.degree != ANY else any_function([which, chosen])
 
 
 def _less(eqn: Eqn, ins: list) -> State:
     if ins[0].layout == NUMBER and ins[1] == ZERO:
         return ZERO  # no row's number is below zero
-    return _any_function(ins)
+    return any_function(ins)
 
 
-RULES: dict[str, Callable] = dict.fromkeys(_ELEMENTWISE.split(), lambda eqn, ins: _any_function(ins))
+RULES: dict[str, Callable] = dict.fromkeys(_ELEMENTWISE.split(), lambda eqn, ins: any_function(ins))
 RULES |= dict.fromkeys(_SAME.split(), _same)
 RULES |= dict.fromkeys(("add", "add_any"), lambda eqn, ins: together(ins))
 RULES |= {"sub": lambda eqn, ins: together(ins), "mul": lambda eqn, ins: _product(*ins), "div": _div}
@@ -343,7 +344,7 @@ def _along(key: str, linear: bool = False) -> Callable:
         dims = set(dims) if isinstance(dims, (tuple, list)) else {dims}
         if any(dims & set(eqn.grows(i)) for i in range(len(ins))):
             return unknown(eqn, ins, "goes from row to row")
-        return ins[0] if linear and ins[0].layout != NUMBER else _any_function(ins)
+        return ins[0] if linear and ins[0].layout != NUMBER else any_function(ins)
 
     return rule
 
@@ -355,7 +356,7 @@ def _concatenate(eqn: Eqn, ins: list) -> State:
     numbers = [i for i, s in enumerate(ins) if s.layout == NUMBER]
     if len(numbers) == 1 and dim == len(eqn.shape(0)) - 1 and eqn.shape(numbers[0])[dim] == 1:
         others = [s for i, s in enumerate(ins) if i != numbers[0]]
-        state = _any_function([State(ROWS, 0, (1, 1)), *others])
+        state = any_function([State(ROWS, 0, (1, 1)), *others])
         return replace(state, numbered=sum(eqn.shape(i)[dim] for i in range(numbers[0])))
     return together(ins)
 
@@ -401,13 +402,13 @@ def _windows(eqn: Eqn, ins: list) -> State:
             return unknown(eqn, ins, "goes from row to row")
     if any(tuple(eqn.params["padding"][d]) != (0, 0) for i in range(len(ins)) for d in eqn.grows(i)):
         return unknown(eqn, ins, "lays something beside rows")
-    return ins[0] if eqn.name == "reduce_window_sum" else _any_function(ins)
+    return ins[0] if eqn.name == "reduce_window_sum" else any_function(ins)
 
 
 def _batched(eqn: Eqn, ins: list) -> Any:
     """Linear algebra on the last two dims."""
     last = any(d >= len(eqn.shape(i)) - 2 for i in range(len(ins)) for d in eqn.grows(i))
-    return unknown(eqn, ins, "takes rows for a matrix") if last else _any_function(ins)
+    return unknown(eqn, ins, "takes rows for a matrix") if last else any_function(ins)
 
 
 # ---- rules: products ----
@@ -515,7 +516,7 @@ def _iota(eqn: Eqn, ins: list) -> State:
 def _noise(eqn: Eqn, ins: list) -> Any:
     """A row's noise is its own; of one key for all, or of as many keys as there are rows."""
     if any(s.kind != FREE for s in ins):
-        return _any_function(ins)
+        return any_function(ins)
     makes = []
     for i in range(len(eqn.one.outvars)):
         grows = eqn.out_grows(i)

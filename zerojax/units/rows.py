@@ -34,6 +34,7 @@ from zerojax.units.rowrules import (
     MixedError,
     State,
     alike,
+    any_function,
     constant,
     degree_in_sum,
     fitting,
@@ -59,7 +60,12 @@ class Rows:
 
 
 def judge(
-    call: Callable, params: Tree, batch: Tree, *others: Any, axes: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    call: Callable,
+    params: Tree,
+    batch: Tree,
+    *others: Any,
+    axes: Mapping[str, int] | tuple[tuple[str, int], ...] = (),
+    derivatives: bool = True,
 ) -> Rows:
     """Whether the rows of a loss stand alone.
 
@@ -69,6 +75,7 @@ def judge(
       batch: arrays or their shapes, with all rows of a micro-batch; dim 0 of every leaf is the rows.
       others: further arguments that do not depend on the rows: a random key, model state.
       axes: names and sizes of the shard axes; what is summed or gathered over all of them is free.
+      derivatives: whether rules of derivatives, of functions that have their own, are judged as well.
 
     Returns:
       `Rows`. Metrics must be means over the rows or free, model state must be free.
@@ -98,15 +105,16 @@ def judge(
         return Rows(False, f"the loss takes {rows} rows, but not {2 * rows}: {error}")
     if jax.tree.structure(out) != jax.tree.structure(out_two):
         return Rows(False, "what the loss returns depends on the number of rows")
-    return _verdict(jax.tree.unflatten(jax.tree.structure(out), _walked(one, two, params, batch, rows, axes)))
+    walk = Walk(rows, axes, derivatives=derivatives)
+    return _verdict(jax.tree.unflatten(jax.tree.structure(out), _walked(walk, one, two, params, batch)))
 
 
-def _walked(one: ClosedJaxpr, two: ClosedJaxpr, params: Tree, batch: Tree, rows: int, axes: dict) -> list:
+def _walked(walk: "Walk", one: ClosedJaxpr, two: ClosedJaxpr, params: Tree, batch: Tree) -> list:
     before, within = (len(jax.tree.leaves(tree)) for tree in (params, batch))
     states = [CONSTANT] * before + [State(ROWS, 0, (1, 1))] * within
     states += [CONSTANT] * (len(one.jaxpr.invars) - len(states))
     try:
-        return _Walk(rows, axes).run(one, two, states)
+        return walk.run(one, two, states)
     except MixedError as mixed:
         return [Bad(f"the loss {mixed}")] * len(one.jaxpr.outvars)
 
@@ -118,8 +126,7 @@ def _verdict(out: Any) -> Rows:
     if not isinstance(out, Loss):
         whys = [_not_of(leaf, -1, "the loss", "a mean over rows") for leaf in jax.tree.leaves(out)]
     else:
-        parts = (("total", out.total), ("weight", out.weight))
-        whys = [_not_of(part, 0, f"the loss's {name}", "a sum over rows") for name, part in parts]
+        whys = [_not_sums(out.total, out.weight)]
         whys += [_not_a_metric(leaf, out.weight) for leaf in jax.tree.leaves(dict(out.metrics))]
         whys += [_not_free(leaf) for leaf in jax.tree.leaves(out.model_state)]
     why = next(filter(None, whys), "")
@@ -135,6 +142,17 @@ def _not_of(state: Any, degree: int, name: str, wanted: str) -> str:
     if degree_in_sum(state) in (degree, ANY):
         return ""
     return f"{name} is not {wanted}: return a mean, or zerojax.Loss(total, weight) with both summed over the rows"
+
+
+def _not_sums(total: Any, weight: Any) -> str:
+    """Why the ratio of both is not that of their sums over parts of the batch; nothing if it is."""
+    bad = next((s for s in (total, weight) if isinstance(s, Bad)), None)
+    if bad:
+        return bad.why
+    degrees = [degree_in_sum(s) for s in (total, weight) if s.kind != ROWS]
+    fits = len(degrees) == 2 and (degrees[0] == ANY or (degrees[0] == degrees[1] and degrees[0] is not None))
+    told = "the loss's total and weight are not sums over the same rows: return zerojax.Loss(total, weight) with both"
+    return "" if fits else f"{told} summed, or the mean"
 
 
 def _not_a_metric(state: Any, weight: Any) -> str:
@@ -153,12 +171,12 @@ def _not_free(state: Any) -> str:
 # ---- the walk ----
 
 
-class _Walk:
-    """Through both programs at once."""
+class Walk:
+    """Through both programs at once; the second has so many times the rows."""
 
-    def __init__(self, rows: int, axes: Mapping[str, int]):
-        self.rows, self.axes = rows, axes
-        self._deriving = False
+    def __init__(self, rows: int, axes: Mapping[str, int], times: int = 2, derivatives: bool = True):
+        self.rows, self.axes, self.times = rows, axes, times
+        self._derives = derivatives
 
     def run(self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, states: list) -> list:
         """The states of what a jaxpr returns, given those of what it takes."""
@@ -179,7 +197,7 @@ class _Walk:
             return env[x]
 
         for x, y in zip(a.eqns, b.eqns, strict=True):
-            eqn = Eqn(x, y, self.rows)
+            eqn = Eqn(x, y, self.rows, self.times)
             ins = [read(*atoms) for atoms in zip(x.invars, y.invars, strict=True)]
             env.update(zip(x.outvars, self.eqn(eqn, ins), strict=True))
             twin.update(zip(y.outvars, x.outvars, strict=True))
@@ -217,7 +235,7 @@ class _Walk:
         if jaxprs.is_of_libraries(body):  # traced once: its lines may be those of another caller
             at, before = jaxprs.where(eqn.one), {s for s in ins if isinstance(s, Bad)}
             outs = [replace(s, at=at or s.at) if isinstance(s, Bad) and s not in before else s for s in outs]
-        first = not self._deriving  # derivatives of first order are enough, and those of relu call relu
+        first = self._derives  # derivatives of first order are enough, and those of relu call relu
         if first and eqn.name.startswith("custom_") and any(isinstance(s, Bad) or s.kind != FREE for s in ins):
             self.derivative(eqn, ins, outs)
         return outs
@@ -254,11 +272,11 @@ class _Walk:
         except Exception as error:  # rules may not be differentiable by reverse mode, or do anything
             raise MixedError(f"has a derivative rule that cannot be read: {error}") from error
         cotangents = [replace(outs[i], kind=ROWS if outs[i].kind == ROWS else FREE, degree=0) for i in made]
-        self._deriving = True
+        self._derives = False
         try:
             ends = self.run(one, two, [*ins, *cotangents])
         finally:
-            self._deriving = False
+            self._derives = True
         for i, end in zip(inexact, ends, strict=True):
             if isinstance(end, Bad):
                 raise MixedError(f"has a derivative rule that mixes rows: {end.why}")
@@ -291,7 +309,7 @@ def _settled(step: Callable, carry: list) -> tuple[list, list]:
     raise MixedError("carries what changes in every round")
 
 
-def _scan(walk: _Walk, eqn: Eqn, ins: list) -> list:
+def _scan(walk: Walk, eqn: Eqn, ins: list) -> list:
     one, two = jaxprs.scan_of(eqn.one), jaxprs.scan_of(eqn.two)
     if one is None or two is None or one.length != two.length or one.reverse != two.reverse:
         return unknown(eqn, ins, "goes from row to row")
@@ -301,7 +319,7 @@ def _scan(walk: _Walk, eqn: Eqn, ins: list) -> list:
     return [*carry, *outs[one.carried :]]
 
 
-def _while(walk: _Walk, eqn: Eqn, ins: list) -> list:
+def _while(walk: Walk, eqn: Eqn, ins: list) -> list:
     p, two = eqn.params, eqn.two.params
     first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     step = lambda carry: walk.run(p["body_jaxpr"], two["body_jaxpr"], [*ins[first:second], *carry])  # noqa: E731
@@ -314,7 +332,7 @@ def _while(walk: _Walk, eqn: Eqn, ins: list) -> list:
     return carry
 
 
-def _cond(walk: _Walk, eqn: Eqn, ins: list) -> list:
+def _cond(walk: Walk, eqn: Eqn, ins: list) -> list:
     if ins[0].kind != FREE or ins[0].degree not in (0, ANY):
         return unknown(eqn, ins, "branches as rows say")
     pairs = zip(eqn.params["branches"], eqn.two.params["branches"], strict=True)
@@ -324,7 +342,18 @@ def _cond(walk: _Walk, eqn: Eqn, ins: list) -> list:
     return first
 
 
-_NESTED = {"scan": _scan, "while": _while, "cond": _cond}
+def _shard_map(walk: Walk, eqn: Eqn, ins: list) -> list:
+    """Over other axes than the shard axes, if these divide no rows."""
+    manual = set(eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", walk.axes)))  # the latter till 0.11
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+    dims = [eqn.grows(i) for i in range(len(ins))] + [eqn.out_grows(i) for i in range(len(eqn.one.outvars))]
+    divided = any(d < len(spec) and spec[d] is not None for spec, grows in zip(specs, dims, strict=True) for d in grows)
+    if manual & set(walk.axes) or divided:
+        return unknown(eqn, ins, "divides rows over devices")
+    return walk.run(eqn.params["jaxpr"], eqn.two.params["jaxpr"], ins)
+
+
+_NESTED = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
 _COLLECTIVES = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
@@ -332,6 +361,8 @@ def _collective(eqn: Eqn, ins: list, axes: Mapping[str, int]) -> list:
     """Over all shard axes it makes free; of some it leaves what differs between the others."""
     names: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = {names} if isinstance(names, str) else set(names)
+    if axes and not names & set(axes):  # over others: rows stay where they are
+        return list(ins) if eqn.name.startswith("psum") else [any_function([state]) for state in ins]
     grouped = eqn.params.get("axis_index_groups") is not None
     outs = []
     for i, state in enumerate(ins):

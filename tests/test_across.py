@@ -102,7 +102,7 @@ def variance_and_covariance(p, b):
     z = layered(p, b["x"])
     z = z - z.mean(0)
     covariance = z.T @ z / (len(z) - 1)
-    return jnp.sum((covariance - jnp.diag(jnp.diag(covariance))) ** 2) + jnp.mean(jax.nn.softplus(1 - z.std(0)))
+    return jnp.mean((covariance - jnp.diag(jnp.diag(covariance))) ** 2) + jnp.mean(jax.nn.softplus(1 - z.std(0)))
 
 
 def ranked(p, b):

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 
 from zerojax import collectives, tables, ways
 from zerojax.contracts import Loss, TrainState, Tree
-from zerojax.losses import add_metrics, as_loss, divide, fold, weighted, with_arguments
+from zerojax.losses import add_metrics, as_loss, divide, fold, named, weighted, with_arguments, without_aux
+from zerojax.placement import with_paths
 from zerojax.plan import Plan, mesh_context
 from zerojax.precision import merge, numbers
 from zerojax.state import check_batch, evaluated, place_rows, shapes_of
@@ -118,12 +119,23 @@ def _measure(call: Callable, way: Way) -> Callable:
     """``(whole parameters, rows, rng, model_state) -> ({name: weighted sum}, weight)``."""
 
     def measure(params, batch, rng, model_state):
-        value, rows = call(params, batch, fold(rng, 0, way.keys), model_state), len(jax.tree.leaves(batch)[0])
-        named = isinstance(value, Mapping)
-        loss = weighted(as_loss(Loss(0.0, rows, value) if named else value, "metric_fn", rows))
-        return add_metrics({} if named else {"loss": loss.total}, loss.metrics), loss.weight
+        value, aux = without_aux(call(params, batch, fold(rng, 0, way.keys), model_state))
+        rows, is_named = len(jax.tree.leaves(batch)[0]), isinstance(value, Mapping)
+        loss = as_loss(Loss(0.0, rows, value) if is_named else value, "metric_fn", rows)
+        loss = weighted(replace(loss, metrics=add_metrics(dict(loss.metrics), _means(*aux))))
+        return add_metrics({} if is_named else {"loss": loss.total}, loss.metrics), loss.weight
 
     return measure
+
+
+def _means(aux: Tree = None) -> Mapping:
+    """What a loss returned beside its value, if that is numbers."""
+    found = named(aux)
+    for path, leaf in with_paths(found):
+        if jnp.ndim(leaf):
+            raise ValueError(f"metric_fn returned {path} of shape {jnp.shape(leaf)} beside its value; evaluation "
+                             "returns means: take the mean, or return zerojax.Loss(..., metrics=...)")  # fmt: skip
+    return found
 
 
 def _off_axes(measure: Callable, plan: Plan) -> Callable:

@@ -40,34 +40,39 @@ _SCHEDULES = {
 
 
 def gradient_of(loss_fn: Callable, plan: Plan) -> Callable:
-    """``(params, batch, rng, model_state, scale) -> (mean loss, mean gradient, new model state)`` on global arrays.
+    """``(params, batch, rng, model_state, scale) -> (mean loss, mean gradient, new model state, aux)``, global arrays.
 
-    The gradient travels scaled and arrives unscaled; ``scale`` is a float32 scalar, or ``None``.
+    The gradient travels scaled and arrives unscaled; ``scale`` is a float32 scalar, or ``None``. Of what the loss
+    returns beside its value, ``()`` or ``(aux,)``, what has rows in dim 0 has those of the batch; the rest is a mean.
     """
     call = with_arguments(loss_fn)
-
-    everywhere = PartitionSpec()
-    in_specs = (ways.param_specs(plan), plan.batch_sharding.spec, everywhere, everywhere, everywhere)
+    everywhere, rows = PartitionSpec(), plan.batch_sharding.spec
+    in_specs = (ways.param_specs(plan), rows, everywhere, everywhere, everywhere)
     grad_specs = [leaf.shard_spec(tuple(plan.axes)) for leaf in plan.wire if leaf.trained]
+    out_specs = (everywhere, grad_specs, everywhere, (rows, everywhere))
 
     def run(params, batch, rng, model_state, scale):
+        others, parts = (rng, model_state), plan.config.accumulate
+        beside = ways.Beside(lambda: ways.row_outputs(call, plan, params, batch, *others, parts=parts))
+
         def use(way):
-            on_rows = way.run(_on_rows(call, plan, way), in_specs, (everywhere, grad_specs, everywhere))
+            on_rows = way.run(_on_rows(call, plan, way, beside), in_specs, out_specs)
             return on_rows(params, batch, rng, model_state, scale)
 
-        parts = plan.config.accumulate
-        loss, grads, model_state = ways.along(use, call, plan, params, batch, rng, model_state, parts=parts)
-        return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), model_state
+        loss, grads, model_state, aux = ways.along(use, call, plan, params, batch, *others, parts=parts)
+        grads = jax.tree.structure(plan.trained(params)).unflatten(grads)
+        aux = map(lax.with_sharding_constraint, aux, (plan.batch_sharding, plan.replicated))
+        return loss, grads, model_state, beside.joined(*aux)
 
     return run
 
 
-def _on_rows(call: Callable, plan: Plan, way: Way) -> Callable:
-    """What `gradient_of` returns, with a list of gradients, from the rows that the way gives."""
+def _on_rows(call: Callable, plan: Plan, way: Way, beside: ways.Beside) -> Callable:
+    """What `gradient_of` returns, as lists, from the rows that the way gives."""
     objective = objective_of(way.of_device(call), plan, way.axes)
 
     def on_rows(params, batch, rng, model_state, scale):
-        sums, grads, model_state = _sums(objective, plan, way, params, batch, rng, model_state, scale)
+        sums, grads, model_state, aux = _sums(objective, plan, way, params, batch, rng, model_state, scale)
         dtype = gradient_dtype(plan.config.precision)
 
         def unscaled(grad):
@@ -75,13 +80,15 @@ def _on_rows(call: Callable, plan: Plan, way: Way) -> Callable:
 
         pairs = zip(grads, _trained(plan.wire, plan), strict=True)
         grads = [g if leaf.overwritten else unscaled(g) for g, leaf in pairs]
-        return global_mean(sums, way.axes), grads, collectives.mean(model_state, way.axes)
+        own, means = beside.parted(aux, plan.config.accumulate)
+        model_state, means = collectives.mean((model_state, means), way.axes)
+        return global_mean(sums, way.axes), grads, model_state, (own, means)
 
     return on_rows
 
 
-def _sums(objective, plan, way, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree]:
-    """Sums of the loss over these rows' micro-batches, and the reduced mean gradient of all."""
+def _sums(objective, plan, way, params, batch, rng, model_state, scale) -> tuple[Loss, list[jax.Array], Tree, Tree]:
+    """Sums of the loss over these rows' micro-batches, the reduced mean gradient of all, and what else it returned."""
     schedule, count, shards = _SCHEDULES[plan.config.stage], plan.config.accumulate, numbers(params)
     held = way.gather(shards, list(plan.wire)) if schedule.gather == "step" else shards
     every, trained = way.each or reduces_each(plan), _trained(plan.wire, plan)
@@ -90,17 +97,17 @@ def _sums(objective, plan, way, params, batch, rng, model_state, scale) -> tuple
     differentiated = _differentiated(objective, plan, way, params, held)
 
     def micro_batch(model_state, index, rows):
-        loss, weight, grads = differentiated(index, rows, fold(rng, index, way.keys), model_state, scale)
+        loss, weight, aux, grads = differentiated(index, rows, fold(rng, index, way.keys), model_state, scale)
         grads = [zero if g is None else g for g, zero in zip(grads, zeros, strict=True)]
-        return loss.model_state, grads, weight, weighted(loss)
+        return loss.model_state, grads, weight, weighted(loss), aux
 
     if count == 1:
-        model_state, grads, weight, sums = micro_batch(model_state, 0, batch)
+        model_state, grads, weight, sums, aux = micro_batch(model_state, 0, batch)
         grads = _none_without(weight, grads, trained)
     else:
         rows = _micro_batches(batch, count)
-        model_state, grads, sums = _accumulate(micro_batch, trained, model_state, zeros, rows)
-    return sums, grads if every else way.reduce(grads, trained), model_state
+        model_state, grads, sums, aux = _accumulate(micro_batch, trained, model_state, zeros, rows)
+    return sums, grads if every else way.reduce(grads, trained), model_state, aux
 
 
 def reduces_each(plan: Plan) -> bool:
@@ -112,7 +119,7 @@ def reduces_each(plan: Plan) -> bool:
 
 
 def _differentiated(objective: Callable, plan: Plan, way: Way, params: Tree, held: list[jax.Array]) -> Callable:
-    """``(index, *args of the objective) -> (Loss, weight of all devices, gradients)`` of one micro-batch.
+    """``(index, *args of the objective) -> (Loss, weight of all devices, aux, gradients)`` of one micro-batch.
 
     On parameters as they are held. The gradients are of what is trained: this device's part of the mean over all rows
     of the micro-batch, or if each micro-batch is reduced by itself, that mean.
@@ -130,9 +137,9 @@ def _differentiated(objective: Callable, plan: Plan, way: Way, params: Tree, hel
     in_units = gradient(on_whole, held, plan.wire, traffic)
 
     def differentiated(index, *args):
-        (_, (loss, weight)), grads = in_units(index, *args)
+        (_, (loss, weight, aux)), grads = in_units(index, *args)
         grads = _trained(grads, plan)
-        return loss, weight, grads if every else _shares(grads, trained, plan, way)
+        return loss, weight, aux, grads if every else _shares(grads, trained, plan, way)
 
     return differentiated
 
@@ -150,24 +157,25 @@ def _shares(grads: list[Any], leaves: Sequence[Leaf], plan: Plan, way: Way) -> l
     return [weighed(*pair) for pair in zip(grads, leaves, strict=True)]
 
 
-def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss]:
+def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree, list[jax.Array], Loss, Tree]:
     """Means over the micro-batches by weight, in a scan; sums of the loss; the model state is threaded through."""
 
     def body(carry, part):
         model_state, sums = carry
-        model_state, grads, weight, weighted = micro_batch(model_state, *part)
+        model_state, grads, weight, weighted, aux = micro_batch(model_state, *part)
         sums = [add(*parts, weight) for parts in zip(sums, grads, leaves, strict=True)]
-        return (model_state, sums), (weight, weighted)
+        return (model_state, sums), (weight, weighted, aux)
 
     def add(total, grad, leaf, weight):  # what overwrites is largest of all micro-batches, and never below zero
         dtype = total.dtype
         return jnp.maximum(total, grad) if leaf.overwritten else total + grad.astype(dtype) * weight.astype(dtype)
 
     count = jax.tree.leaves(batches)[0].shape[0]
-    (model_state, sums), (weights, weighted) = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
+    (model_state, sums), made = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
+    weights, weighted, aux = made
     weight = weights.sum()
     means = [a if leaf.overwritten else divide(a, weight) for a, leaf in zip(sums, leaves, strict=True)]
-    return model_state, means, jax.tree.map(lambda a: a.sum(0), weighted)
+    return model_state, means, jax.tree.map(lambda a: a.sum(0), weighted), aux
 
 
 def _none_without(weight: Any, grads: list[jax.Array], leaves: Sequence[Leaf]) -> list[jax.Array]:

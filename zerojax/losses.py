@@ -1,7 +1,9 @@
 """The contract of the loss: what it takes, what it may return, and how means over rows are made of it."""
 
 import inspect
+import itertools
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ from jax.core import Tracer
 
 from zerojax import collectives
 from zerojax.contracts import Loss, Tree
+from zerojax.placement import with_paths
 from zerojax.plan import Plan
 
 # The axes over which rows are divided, and their sizes; none for a loss that sees all rows at once.
@@ -20,37 +23,65 @@ Axes = Mapping[str, int]
 
 
 def with_arguments(fn: Callable) -> Callable:
-    """``fn(params, batch, rng, model_state)`` for a function that may leave out the last one or two."""
+    """``fn(params, batch, rng, model_state)`` for a function that may leave out the last one or two.
+
+    It may also take the parts of the batch one by one, if the batch is a tuple of so many.
+    """
     parameters = inspect.signature(fn).parameters.values()
     if any(p.kind == p.VAR_POSITIONAL for p in parameters):
         return fn
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    named = [p.name for p in parameters if p not in required and p.name in ("rng", "model_state")]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
+    named = [p.name for p in parameters if p.name in ("rng", "model_state") and p.name not in required]
+    parts = len(list(itertools.takewhile(lambda name: not _KEY.search(name), required[1:])))
     needs_key = len(required) > 2 or any(p.name == "rng" and p.default is p.empty for p in parameters)
-    if len(required) not in (2, 3, 4) or (len(required) == 4 and named):
-        names = ", ".join(p.name for p in required)
-        raise ValueError(
-            f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names}). What differs from "
-            "row to row is an argument, not closed over: each device gets its own rows"
-        )
 
     def call(params, batch, rng, model_state):
-        if rng is None and needs_key:
+        several = parts > 1 and isinstance(batch, (tuple, list)) and len(batch) == parts
+        rows = (*batch,) if several else (batch,)
+        others = required[1 + len(rows) :]
+        if len(required) < 2 or len(others) > 2 or (len(others) == 2 and named):
+            names = ", ".join(required)
             raise ValueError(
-                f"the loss requires {'rng' if 'rng' in named else required[2].name}, a random key, and none is given: "
+                f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names}). What differs "
+                "from row to row is the batch, not closed over: each device gets its own rows. Several parts of it "
+                f"are given as a tuple: ({', '.join(required[1:])})"
+            )
+        if rng is None and not several and needs_key:
+            raise ValueError(
+                f"the loss requires {'rng' if 'rng' in named else others[0]}, a random key, and none is given: "
                 "pass a key such as jax.random.key(0), or write rng=None in the loss if it can do without. What else "
                 "it needs of the rows goes into the batch, as a tuple or a mapping"
             )
         given = {"rng": rng, "model_state": model_state}
-        return fn(*(params, batch, rng, model_state)[: len(required)], **{name: given[name] for name in named})
+        return _checked(fn(params, *rows, *(rng, model_state)[: len(others)], **{name: given[name] for name in named}))
 
     return call
 
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_KEY = re.compile(r"^(_.*|k|r|key|.*_?keys?|.*rngs?|prng.*|seed|model_state)$")
+
+
+def _checked(value: Any) -> Any:
+    """What a loss returned; what it returns beside the loss are arrays or numbers."""
+    if isinstance(value, tuple) and len(value) == 1:
+        return value[0]
+    if isinstance(value, tuple) and len(value) != 2:
+        raise ValueError(f"the loss must return a scalar, a zerojax.Loss or (loss, aux), not a tuple of {len(value)}")
+    if isinstance(value, tuple):
+        for path, leaf in with_paths(value[1]):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+                raise ValueError(f"the loss returned {path or 'aux'} = {leaf!r} beside its value, which is no array")
+    return value
+
+
+def without_aux(value: Any) -> tuple[Any, tuple]:
+    """The loss, and what it returned beside it: ``()`` or ``(aux,)``."""
+    return (value[0], value[1:]) if isinstance(value, tuple) else (value, ())
+
+
 def objective_of(call: Callable, plan: Plan, axes: Axes) -> Callable:
-    """The loss as ``(params, batch, rng, model_state, scale) -> (what to differentiate, (Loss, weight of all))``.
+    """The loss as ``(params, batch, rng, model_state, scale) -> (what to differentiate, (Loss, weight of all, aux))``.
 
     On each device its sum over the mean weight of all devices: about the mean over its rows, since the gradient of a
     sum over many rows overflows float16. One divisor for all, so that a cotangent that crosses devices (of a mean over
@@ -59,14 +90,14 @@ def objective_of(call: Callable, plan: Plan, axes: Axes) -> Callable:
     """
 
     def objective(params, batch, rng, model_state, scale):
-        value = call(params, batch, rng, model_state)
+        value, aux = without_aux(call(params, batch, rng, model_state))
         loss = as_loss(value, "loss_fn")
         new = _new_model_state(loss.model_state, model_state)
         own = lax.stop_gradient(loss.weight)
         weight = _weight_of_all(value, own, plan, axes)
         mean = loss.total / _divisor(weight * own.dtype.type(share(plan, axes)))
         scaled = mean if scale is None else mean * scale.astype(mean.dtype)
-        return scaled, (Loss(loss.total, own, loss.metrics, new), weight)
+        return scaled, (Loss(loss.total, own, loss.metrics, new), weight, aux)
 
     return objective
 
@@ -109,8 +140,8 @@ def as_loss(value: Any, name: str, rows: int = 1) -> Loss:
         if jax.tree.structure(number) != jax.tree.structure(0) or jnp.ndim(number):
             shape = jax.tree.map(jnp.shape, number)
             raise ValueError(
-                f"{name} must return a scalar or a zerojax.Loss; its {part} has shape {shape}. Take the mean over the "
-                "rows; for (loss, extras) return zerojax.Loss(total, weight, metrics=...)"
+                f"{name} must return a scalar, a zerojax.Loss or (loss, aux); its {part} has shape {shape}. Take the "
+                "mean over the rows"
             )
     if not jnp.issubdtype(jnp.result_type(loss.total), jnp.floating):
         raise ValueError(f"{name} must return a floating scalar, not {jnp.result_type(loss.total)}")
@@ -155,6 +186,11 @@ def add_metrics(own: dict, others: Mapping) -> dict:
     return {**own, **others}
 
 
+def named(aux: Tree = None) -> Mapping:
+    """What a loss returned beside its value as metrics: by its own names, or as ``aux``."""
+    return aux if isinstance(aux, Mapping) else {} if aux is None else {"aux": aux}
+
+
 # ---- means over the rows of all devices ----
 
 
@@ -193,12 +229,16 @@ def device_number(axes: Axes) -> Any:
         return 0
 
 
+def is_key_array(value: Any) -> bool:
+    """Whether it is a random key, of either kind."""
+    return isinstance(value, jax.Array) and (
+        jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or (value.dtype == jnp.uint32 and value.shape in ((2,), (4,)))
+    )
+
+
 def check_key(rng: Any):
     """Raise a ``ValueError`` for what is no random key."""
-    is_key = isinstance(rng, jax.Array) and (
-        jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or (rng.dtype == jnp.uint32 and rng.ndim == 1)
-    )
-    if rng is not None and not is_key:
+    if rng is not None and not is_key_array(rng):
         shape = jax.tree.map(jnp.shape, rng)
         raise ValueError(f"rng must be a key such as jax.random.key(0), not arrays of shape {shape}; what else the "
                          "loss needs of the rows goes into the batch, as a tuple or a mapping")  # fmt: skip

@@ -90,11 +90,12 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
     """Drop-in for ``nnx.value_and_grad`` inside a user's own ``nnx.jit``.
 
     Args:
-      loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``; returns the mean over the rows that it was
-        given, or a `zerojax.Loss`. What it changes in the module (BatchNorm statistics, random counters) is changed in
-        the module that was passed in. Random streams differ by device.
+      loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, with several parts of the batch
+        ``loss_fn(model, images, labels)``; returns the mean over the rows that it was given, a `zerojax.Loss`, or a
+        tuple of one of them and of other arrays. ``rng`` may be an ``nnx.Rngs``. What it changes in the module
+        (BatchNorm statistics, random counters) is changed in the module that was passed in.
       plan: from `make_plan`.
-      has_aux: return ``(loss, aux)`` for ``loss``, ``aux`` a `zerojax.Loss` with sum, weight and mean metrics.
+      has_aux: return ``(loss, aux)`` for ``loss``; ``aux`` as for `zerojax.value_and_grad`.
 
     Returns:
       ``f(model, batch, rng=None) -> (loss, gradients)``; ``optimizer.update(model, gradients)`` takes them. They are
@@ -115,23 +116,27 @@ def value_and_grad(loss_fn: Callable, plan: Plan, *, wrt: Any = nnx.Param, has_a
     """
     check_own_update(plan, "nnx.value_and_grad")
 
-    def run(model, batch, rng=None):
+    def run(model, *arguments, **named):
+        streams = any(isinstance(a, nnx.Rngs) for a in arguments)
+        arguments = [a() if isinstance(a, nnx.Rngs) else a for a in arguments]
+        batch, rng, _ = step.of_call(*arguments, **named)
         graphdef, params, rest = nnx.split(model, wrt, ...)
 
         def pure_loss(pure_params, batch, rng=None, model_state=None):
             own = _like(rest, model_state)
             module = nnx.merge(graphdef, _like(params, pure_params), _map_keys(_fold_device(plan), own))
-            value = call(module, batch, rng, None)
+            value, aux = losses.without_aux(call(module, batch, nnx.Rngs(rng) if streams else rng, None))
             loss = value if isinstance(value, Loss) else Loss(value, 1.0)
             after = _map_keys(lambda _, old: old, nnx.split(module, wrt, ...)[2], own)
-            return Loss(loss.total, loss.weight, loss.metrics, nnx.as_pure(after))
+            return Loss(loss.total, loss.weight, loss.metrics, nnx.as_pure(after)), *aux
 
-        gradient = step.value_and_grad(pure_loss, plan, has_aux=True)
-        pure = (nnx.as_pure(params), nnx.as_pure(rest))
-        (loss, aux), grads = gradient(pure[0], batch, rng, pure[1])
-        nnx.update(model, _like(rest, aux.model_state))
+        everything = step.sums_and_grad(pure_loss, plan)
+        loss, sums, aux, grads = everything(nnx.as_pure(params), batch, rng, nnx.as_pure(rest))
+        if aux and not has_aux:
+            raise ValueError("the loss returned (loss, aux): pass has_aux=True to value_and_grad, and get both")
+        nnx.update(model, _like(rest, sums.model_state))
         grads = _like(plan.trained(params), grads)
-        return ((loss, aux), grads) if has_aux else (loss, grads)
+        return ((loss, aux[0] if aux else sums), grads) if has_aux else (loss, grads)
 
     call = losses.with_arguments(loss_fn)
     return run

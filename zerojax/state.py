@@ -13,6 +13,7 @@ from jax import lax
 from zerojax import tables
 from zerojax.boxes import is_box, unboxed
 from zerojax.contracts import TrainState, Tree, Variables
+from zerojax.losses import is_key_array
 from zerojax.placement import at_rest
 from zerojax.plan import Plan, born, mesh_context
 from zerojax.precision import is_key
@@ -248,6 +249,8 @@ def _rows_of(batch: Tree, processes: int = 1) -> dict[str, int]:
     numbers = {}
     for keys, leaf in jax.tree.leaves_with_path(batch):
         name = "batch" + jax.tree_util.keystr(keys)
+        if not keys and is_key_array(leaf):
+            raise ValueError("the batch is a random key: the batch comes first, as in loss_fn(params, batch, rng)")
         if not jnp.ndim(leaf):
             raise ValueError(f"{name} is a scalar and has no rows to divide over devices; repeat it per row or close "
                              "over it in the loss")  # fmt: skip

@@ -4,6 +4,7 @@ parameters.
 """
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any
 
 import jax
 import optax
+from jax import lax
 
 from zerojax import optimizer
 from zerojax.contracts import Loss, TrainState, Tree
 from zerojax.gradient import gradient_of
-from zerojax.losses import add_metrics, check_key
+from zerojax.losses import add_metrics, check_key, is_key_array, named
 from zerojax.plan import Plan, mesh_context
 from zerojax.precision import cast_like, without_overwritten
 from zerojax.scaling import Watch, unless_overflow
@@ -98,9 +100,12 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
 
     Args:
       loss_fn: ``loss_fn(params, batch, rng)``, with mutable model state ``loss_fn(params, batch, rng, model_state)``;
-        trailing arguments may be left out. It sees whole parameters in ``compute_dtype`` and one device's rows of one
-        micro-batch, and returns the mean over those rows, or a `Loss`. The shard axes are named axes inside it
-        (``nn.BatchNorm(axis_name="data")``). ``rng`` differs by step, micro-batch and device.
+        trailing arguments may be left out. It sees whole parameters in ``compute_dtype`` and the rows of one
+        micro-batch, and returns the mean over those rows, or a `Loss`, or a tuple of one of them and of other arrays.
+        What it computes is what one device would (``ZeroConfig(rows=...)``). If the batch is a tuple, its parts may be
+        arguments of their own: ``loss_fn(params, images, labels)``. The shard axes are named axes inside it
+        (``nn.BatchNorm(axis_name="data")``). ``rng`` differs by step and micro-batch, and where rows stand alone by
+        device.
       tx: the transformation that the plan was made for. It sees the mean gradient in float32, and gets ``value``, the
         mean loss, and ``grad`` as extra arguments if it takes such (`optax.GradientTransformationExtraArgs`).
       plan: from `make_plan`.
@@ -109,10 +114,12 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
       ``step(state, batch) -> (state, metrics)``. The batch is a tree of arrays with rows in dim 0, on the host or
       placed by ``plan.batch_sharding``; micro-batch ``i`` of ``k`` holds the rows ``i, i + k, i + 2 k, ...``. Metrics:
       ``loss``; ``grad_norm`` of the whole mean gradient in float32, before ``tx``; ``step``, the updates made so far;
-      and the loss's own. They stay on the devices until they are read. Where the plan scales the loss or skips steps,
-      also ``loss_scale``, the one that this step used (``grad_norm`` is that of the gradient without it); ``skipped``,
-      whether the gradient was not finite, so that the state is the old one but for its loss scale; and ``stuck``, the
-      overflows in a row that no lower scale could help.
+      and the loss's own: those of a `Loss`, and what stands beside the loss in a tuple, by its names or as ``aux``. Of
+      that, what has rows in dim 0 comes back for all rows of the batch, in their order and divided over the devices;
+      the rest is the mean over the micro-batches. All stay on the devices until they are read. Where the plan scales
+      the loss or skips steps, also ``loss_scale``, the one that this step used (``grad_norm`` is that of the gradient
+      without it); ``skipped``, whether the gradient was not finite, so that the state is the old one but for its loss
+      scale; and ``stuck``, the overflows in a row that no lower scale could help.
 
     Raises:
       ValueError: for a ``tx`` that asks for more than that (a line search, gradients of single rows); for a ``tx`` or
@@ -137,21 +144,24 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
     def train_step(state, batch):
         rng = jax.random.fold_in(state.rng, state.step)
         scale = state.loss_scale
-        loss, grads, model_state = gradient(state.params, batch, rng, state.model_state, scale and scale.scale)
+        scale_now = scale and scale.scale
+        loss, grads, model_state, aux = gradient(state.params, batch, rng, state.model_state, scale_now)
         params, opt_state = optimizer.updated(tx, grads, loss.total, state, plan)
         new = TrainState(state.step + 1, params, opt_state, state.rng, model_state, state.loss_scale)
         metrics = {"loss": loss.total, "grad_norm": optax.tree.norm(without_overwritten(grads))}
         if scaling and scale:
             new, judged = unless_overflow(scaling, scale, new, state, grads)
             metrics |= judged
-        return new, add_metrics({**metrics, "step": new.step}, loss.metrics)
+        metrics = add_metrics({**metrics, "step": new.step}, loss.metrics)
+        metrics = lax.with_sharding_constraint(metrics, plan.replicated)
+        return new, add_metrics(metrics, named(*aux))
 
     placed = plan.state_shardings
     jitted = jax.jit(
         train_step,
         donate_argnums=0,
         in_shardings=(placed, plan.batch_sharding),
-        out_shardings=(placed, plan.replicated),
+        out_shardings=(placed, None),
         compiler_options=plan.compiler_options,
     )
     return Step(plan, plan.config.accumulate, jitted, loss_fn, Watch(scaling) if scaling else None)
@@ -163,11 +173,12 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
     Args:
       loss_fn: as for `make_train_step`.
       plan: its stage, accumulation and precision hold.
-      has_aux: return ``(loss, aux)`` for ``loss``, where ``aux`` is a `Loss` with the sum and weight of all rows, the
-        mean metrics and the new model state.
+      has_aux: return ``(loss, aux)`` for ``loss``, where ``aux`` is what the loss returned beside its value, if that
+        was a tuple; else a `Loss` with the sum and weight of all rows, the mean metrics and the new model state.
 
     Returns:
-      ``f(params, batch, rng=None, model_state=None) -> (loss, gradients)``: the gradient of the mean over all rows,
+      ``f(params, batch, rng=None, model_state=None) -> (loss, gradients)``, or with several parts of the batch,
+      ``f(params, images, labels)``: the gradient of the mean over all rows,
       placed like the parameters and in their dtype; ``None`` for leaves that are not floating, or frozen. Fold the
       step into ``rng`` yourself; micro-batch and device are folded here.
 
@@ -185,20 +196,41 @@ def value_and_grad(loss_fn: Callable, plan: Plan, has_aux: bool = False) -> Call
     (8.0, ('data',))
     """
     check_own_update(plan, "value_and_grad")
+    everything = sums_and_grad(loss_fn, plan)
+
+    def run(params, *arguments, **others):
+        loss, sums, aux, grads = everything(params, *of_call(*arguments, **others))
+        if aux and not has_aux:
+            raise ValueError("the loss returned (loss, aux): pass has_aux=True to value_and_grad, and get both")
+        return ((loss, aux[0] if aux else sums), grads) if has_aux else (loss, grads)
+
+    return run
+
+
+def sums_and_grad(loss_fn: Callable, plan: Plan) -> Callable:
+    """``f(params, batch, rng, model_state) -> (mean loss, Loss of all rows, () or (aux,), gradients)``, with checks."""
     gradient = gradient_of(loss_fn, plan)
 
-    def run(params, batch, rng=None, model_state=None):
+    def run(params, batch, rng, model_state):
         check_params(params, plan)
         check_batch(batch, plan, micro_batches=plan.config.accumulate)
         check_key(rng)
         _check_context(plan)
-        loss, grads, model_state = gradient(params, batch, rng, model_state, None)
-        grads = cast_like(grads, plan.trained(params))
-        if not has_aux:
-            return loss.total, grads
-        return (loss.total, Loss(loss.total * loss.weight, loss.weight, loss.metrics, model_state)), grads
+        loss, grads, model_state, aux = gradient(params, batch, rng, model_state, None)
+        sums = Loss(loss.total * loss.weight, loss.weight, loss.metrics, model_state)
+        return loss.total, sums, aux, cast_like(grads, plan.trained(params))
 
     return run
+
+
+def of_call(*arguments: Any, rng: Any = None, model_state: Tree = None) -> tuple[Tree, Any, Tree]:
+    """``(batch, rng, model_state)`` of a call as of ``loss_fn``: a batch, or its parts one by one; then the others."""
+    parts = list(itertools.takewhile(lambda a: a is not None and not is_key_array(a), arguments))
+    if not parts:
+        raise ValueError("the batch comes first, then rng: f(params, batch, rng=None, model_state=None)")
+    others = [*arguments[len(parts) :], *[None] * 2][:2]
+    batch = parts[0] if len(parts) == 1 else tuple(parts)
+    return batch, others[0] if rng is None else rng, others[1] if model_state is None else model_state
 
 
 def _check_context(plan: Plan):

@@ -88,14 +88,7 @@ def judged(call: Callable, plan: Plan, *args: Any) -> Rows:
     What gradients overwrite (fp8) is made by rules of derivatives, and the largest of all devices counts.
     """
     derivatives = not any(leaf.overwritten for leaf in plan.wire)
-    found: list[Rows] = []
-
-    def local():
-        found.append(judge(call, *args, axes=plan.axes, derivatives=derivatives))
-        return jnp.zeros(())
-
-    jax.eval_shape(on_devices(local, (), PartitionSpec(), plan))
-    return found[-1]
+    return seen_by_devices(lambda: judge(call, *args, axes=plan.axes, derivatives=derivatives), plan)
 
 
 def whole_shapes(params: Tree, plan: Plan) -> Tree:
@@ -107,6 +100,66 @@ def whole_shapes(params: Tree, plan: Plan) -> Tree:
         return jax.ShapeDtypeStruct(array.shape, array.dtype if is_key(array) else next(wire).compute_dtype)
 
     return treedef.unflatten(map(shape, arrays))
+
+
+# ---- what a loss returns beside its value ----
+
+
+class Beside:
+    """The arrays that a loss returns beside its value, as they come out of ``shard_map``: some by rows, some whole.
+
+    Args:
+      has_rows: says of each of them whether its dim 0 is the rows; asked if any has a dim.
+    """
+
+    def __init__(self, has_rows: Callable[[], list[bool]]):
+        self._has_rows, self._treedef, self._by_rows = has_rows, jax.tree.structure(()), []
+
+    def parted(self, aux: Tree, micro_batches: int) -> tuple[Arrays, Arrays]:
+        """Of a step: with rows, in the order of the batch, and means over its micro-batches, stacked in dim 0."""
+        arrays, self._treedef = jax.tree.flatten(aux)
+        arrays, stacked = [jnp.asarray(a) for a in arrays], micro_batches > 1
+        have_dims = any(a.ndim > stacked for a in arrays)
+        self._by_rows = self._has_rows() if have_dims else [False] * len(arrays)
+        if stacked:
+            pairs = zip(arrays, self._by_rows, strict=True)
+            arrays = [a.swapaxes(0, 1).reshape(-1, *a.shape[2:]) if rows else a.mean(0) for a, rows in pairs]
+        pairs = list(zip(arrays, self._by_rows, strict=True))
+        return [a for a, rows in pairs if rows], [a for a, rows in pairs if not rows]
+
+    def joined(self, own: Arrays, means: Arrays) -> Tree:
+        """The tree of both."""
+        both = iter(own), iter(means)
+        return self._treedef.unflatten([next(both[0] if rows else both[1]) for rows in self._by_rows])
+
+
+def row_outputs(call: Callable, plan: Plan, params: Tree, batch: Tree, *others: Any, parts: int) -> list[bool]:
+    """Of each array that a loss returns beside its value, whether dim 0 is the rows of the micro-batch."""
+
+    def shapes(times):
+        size = lambda a: times * a.shape[0] // parts  # noqa: E731
+        some = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size(a), *a.shape[1:]), a.dtype), batch)
+        made = seen_by_devices(lambda: jax.eval_shape(call, whole_shapes(params, plan), some, *others), plan)
+        return [a.shape for a in jax.tree.leaves(made[1])]
+
+    one, two = shapes(1), shapes(2)
+    return [a != b and a[1:] == b[1:] for a, b in zip(one, two, strict=True)]
+
+
+def seen_by_devices(trace: Callable[[], T], plan: Plan) -> T:
+    """What ``trace`` returns where the shard axes have names, as in the step."""
+    try:
+        lax.axis_index(tuple(plan.axes))
+        return trace()
+    except NameError:
+        found: list[T] = []
+
+    def local():
+        found.append(trace())
+        return jnp.zeros(())
+
+    jax.eval_shape(on_devices(local, (), PartitionSpec(), plan))
+    return found[-1]
 
 
 # ---- rows apart ----

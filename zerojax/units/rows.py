@@ -70,7 +70,7 @@ def judge(
     """Whether the rows of a loss stand alone.
 
     Args:
-      call: ``(params, batch, *others) -> scalar or zerojax.Loss``.
+      call: ``(params, batch, *others) -> scalar or zerojax.Loss``, or a tuple of that and of arrays beside it.
       params: arrays or their shapes.
       batch: arrays or their shapes, with all rows of a micro-batch; dim 0 of every leaf is the rows.
       others: further arguments that do not depend on the rows: a random key, model state.
@@ -78,7 +78,8 @@ def judge(
       derivatives: whether rules of derivatives, of functions that have their own, are judged as well.
 
     Returns:
-      `Rows`. Metrics must be means over the rows or free, model state must be free.
+      `Rows`. Metrics must be means over the rows or free, model state must be free; what else is returned may also be
+      rows in dim 0.
 
     Raises:
       Exception: what the loss raises when it is traced with all rows.
@@ -106,7 +107,8 @@ def judge(
     if jax.tree.structure(out) != jax.tree.structure(out_two):
         return Rows(False, "what the loss returns depends on the number of rows")
     walk = Walk(rows, axes, derivatives=derivatives)
-    return _verdict(jax.tree.unflatten(jax.tree.structure(out), _walked(walk, one, two, params, batch)))
+    states = jax.tree.unflatten(jax.tree.structure(out), _walked(walk, one, two, params, batch))
+    return _verdict(states, out, rows)
 
 
 def _walked(walk: "Walk", one: ClosedJaxpr, two: ClosedJaxpr, params: Tree, batch: Tree) -> list:
@@ -122,7 +124,12 @@ def _walked(walk: "Walk", one: ClosedJaxpr, two: ClosedJaxpr, params: Tree, batc
 # ---- what the loss returns ----
 
 
-def _verdict(out: Any) -> Rows:
+def _verdict(out: Any, shapes: Any, rows: int) -> Rows:
+    if isinstance(out, tuple):
+        found = _verdict(out[0], shapes[0], rows)
+        pairs = zip(jax.tree.leaves(out[1]), jax.tree.leaves(shapes[1]), strict=True)
+        why = next(filter(None, (_not_beside(*pair, rows) for pair in pairs)), "")
+        return found if not found.apart else Rows(not why, why)
     if not isinstance(out, Loss):
         whys = [_not_of(leaf, -1, "the loss", "a mean over rows") for leaf in jax.tree.leaves(out)]
     else:
@@ -160,6 +167,14 @@ def _not_a_metric(state: Any, weight: Any) -> str:
         return why
     weighted = getattr(weight, "kind", FREE) != FREE and state.kind == SUM
     return "a metric is a mean over all rows, but the loss does not weight them alike" if weighted else ""
+
+
+def _not_beside(state: Any, shape: Any, rows: int) -> str:
+    """Why something that is returned beside the loss is neither a mean, nor free, nor rows in dim 0."""
+    if isinstance(state, Bad) or state.kind != ROWS:
+        return _not_of(state, -1, "what is returned beside the loss", "a mean over rows") and _not_free(state)
+    own = shape.shape[0] == rows and state.layout in (None, (1, 1))
+    return "" if own else "what is returned beside the loss has rows in another dim than 0"
 
 
 def _not_free(state: Any) -> str:

@@ -51,12 +51,14 @@ def spread(call: Callable, axes: Mapping[str, int]) -> Callable:
     """A function that returns on each device its part of what ``call`` returns for all rows.
 
     Args:
-      call: ``(params, batch, *others) -> scalar, zerojax.Loss, or a mapping of means over the rows``.
+      call: ``(params, batch, *others) -> scalar, zerojax.Loss, or a mapping of means over the rows``; or a tuple of one
+        of them and of other arrays.
       axes: the shard axes, over which the rows are divided.
 
     Returns:
       ``f(params, own rows, *others)``, to be called under ``jax.shard_map``. The mean over the devices of the loss that
-      it returns is the loss, the sum that of a `Loss`'s total and weight; all else is the same on all devices.
+      it returns is the loss, the sum that of a `Loss`'s total and weight; all else is the same on all devices, but for
+      arrays beside the loss that have rows in dim 0: these have the device's own.
     """
     here = _Here(axes)
 
@@ -101,6 +103,15 @@ def _parts(out: Any, here: "_Here") -> Any:
         dtype = jnp.promote_types(array.dtype, jnp.bfloat16)  # a weight may be a number of rows
         return array.astype(dtype) * jnp.asarray(of_sum if summed else of_whole, dtype)
 
+    def of_device(end):
+        by_rows = _growing(end.one, end.two) == [0] and end.one.aval.shape[0] == here.rows
+        if not by_rows or (end.value.own and end.value.state.layout in (None, (1, 1))):
+            return end.value.array if by_rows else whole(end)
+        every = here.whole(end.value, end.one, end.two)
+        return here.own(replace(every, state=State(layout=PLACED)), end.one, end.two, (1, 1)).array
+
+    if isinstance(out, tuple):
+        return _parts(out[0], here), jax.tree.map(of_device, out[1])
     if isinstance(out, _End):
         return part(out, here.devices, 1)
     if not isinstance(out, Loss):

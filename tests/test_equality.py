@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from allpairspy import AllPairs
 from models import CASES
 from reference import assert_close, make_mesh
@@ -125,3 +126,28 @@ def test_the_comparison_sees_a_wrong_scale():
     )
     with pytest.raises(AssertionError, match="is off by"):
         assert_close(jax.device_get(state.opt_state), jax.device_get(right.opt_state), TWIN)
+
+
+# ---- a user's loss ----
+
+
+@pytest.mark.parametrize(("loss", "config"), [
+    (reference.loss_fn, {"stage": 3}), (reference.weighted_loss, {"stage": 2, "accumulate": 4}),
+    (lambda p, b: jnp.std(reference.forward(p, b["x"])), {"stage": 1}),
+])  # fmt: skip
+def test_a_loss_beside_one_device(loss, config):
+    plan, *_ = reference.prepare(reference.even_params(), optax.sgd(0.1), **config)
+    batch = {**jax.device_get(reference.even_batch(64)), "weight": np.arange(64.0, dtype="float32") % 3}
+    found = zerojax.check_loss(loss, plan, batch, tolerance=1e-4)  # a small deviation is divided by
+    assert len(found.differences) == 5
+    assert str(found).startswith(f"stage {plan.config.stage} on 8 devices")
+
+
+def test_a_loss_that_differs_is_told():
+    plan, *_ = reference.prepare(reference.even_params(), optax.sgd(0.1), rows="apart")
+    with pytest.raises(
+        ValueError, match=r"(?s)loss or gradient differ by more than 1e-05.*gradient/w2.*apart, by the config"
+    ):
+        zerojax.check_loss(
+            lambda p, b: jnp.std(reference.forward(p, b["x"])), plan, jax.device_get(reference.even_batch(64))
+        )

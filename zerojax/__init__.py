@@ -11,6 +11,7 @@ __all__ = [
     "TrainState",
     "Variables",
     "ZeroConfig",
+    "check_loss",
     "check_optimizer",
     "explain",
     "gather_params",
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from zerojax.config import LossScale, Precision, ZeroConfig
     from zerojax.contracts import Loss, TrainState, Variables
     from zerojax.cost.report import report
-    from zerojax.equality import check_optimizer
+    from zerojax.equality import check_loss, check_optimizer
     from zerojax.evaluation import make_eval_step
     from zerojax.plan import Plan, make_plan
     from zerojax.state import gather_params, init_state
@@ -38,7 +39,7 @@ else:  # on first use: JAX takes a second to import, for which the command's hel
     _NAMES = {
         "config": ["LossScale", "Precision", "ZeroConfig"],
         "contracts": ["Loss", "TrainState", "Variables"],
-        "equality": ["check_optimizer"],
+        "equality": ["check_loss", "check_optimizer"],
         "plan": ["Plan", "make_plan"],
         "state": ["gather_params", "init_state"],
         "evaluation": ["make_eval_step"],

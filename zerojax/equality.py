@@ -1,9 +1,9 @@
-"""A user's own transformation under the test that optax's are under: against one device, array by array."""
+"""A user's own transformation and loss under the tests of the library: against one device, array by array."""
 
 import dataclasses
 import glob
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,13 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax import optimizer, tables
 from zerojax.config import Precision
 from zerojax.contracts import Tree
+from zerojax.losses import as_loss, with_arguments, without_aux
 from zerojax.placement import Leaf
 from zerojax.plan import Plan, make_plan, mesh_context
-from zerojax.state import init_state
-from zerojax.step import make_train_step
+from zerojax.state import init_state, place_batch
+from zerojax.step import make_train_step, value_and_grad
+from zerojax.units.rows import recorded
+from zerojax.ways import whole_shapes
 
 _LARGEST, _LARGE, _SMALL = 256, 128, 8  # optax.adafactor factors dims from 128 on, galore projects such
 
@@ -113,6 +116,111 @@ def check_optimizer(
         raise ValueError(f"{tables.count(len(wrong), 'array')} of the partitioned run differ by more than {tolerance} "
                          f"of the largest number from those of one device: {names}\n{found}")  # fmt: skip
     return found
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """How far loss and gradient on a plan's devices are from those of one device.
+
+    Attributes:
+      stage, devices: as of the plan.
+      rows: which rows a device computes the loss of, and why.
+      differences: one for the loss, and one for each parameter's gradient.
+    """
+
+    stage: int
+    devices: int
+    rows: str
+    differences: tuple[Difference, ...]
+
+    def __str__(self):
+        worst = [(d.path, f"{d.error:.1e}") for d in _worst(self.differences)[:10]]
+        title = f"stage {self.stage} on {tables.count(self.devices, 'device')} against one device"
+        return f"{tables.render(('array', 'difference'), worst, title)}\n\nrows: {self.rows}"
+
+
+def check_loss(
+    loss_fn: Callable,
+    plan: Plan,
+    batch: Tree,
+    *,
+    params: Tree = None,
+    model_state: Tree = None,
+    tolerance: float = 1e-5,
+) -> LossCheck:
+    """Loss and gradient on the plan's devices beside plain JAX on one of them, of the same rows.
+
+    Args:
+      loss_fn: as for `make_train_step`. It gets no random key: noise differs by device.
+      plan: made by `make_plan` on devices that exist; one device must hold the model and its gradient.
+      batch: all rows of a step.
+      params, model_state: values to compare at; normal numbers of deviation 0.02, and zeros, where none are given.
+      tolerance: of each array, relative to its largest number. Computation in 16 bits wants 1e-2.
+
+    Returns:
+      The differences found, all within the tolerance.
+
+    Raises:
+      ValueError: if an array differs by more, naming it.
+
+    >>> init_fn = lambda key: {"w": jnp.zeros((16, 8))}
+    >>> plan = make_plan(init_fn, optax.sgd(0.1), jax.make_mesh((8,), ("data",)))
+    >>> found = check_loss(lambda p, x: jnp.std(x @ p["w"]), plan, np.arange(512.0, dtype="f").reshape(32, 16))
+    >>> found.rows.partition(".")[0]
+    'own rows, and what devices exchange'
+    """
+    if not isinstance(plan.mesh, Mesh):
+        raise ValueError("the plan's mesh has no devices, so nothing can be run on it; make the plan on a real mesh")
+    params = _normal(plan) if params is None else params
+    if model_state is None:
+        model_state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), plan.abstract_state.model_state)
+    params = jax.device_put(params, plan.state_shardings.params)
+    ours = jax.jit(value_and_grad(loss_fn, plan, has_aux=True), compiler_options=plan.compiler_options)
+    with jax.default_matmul_precision("highest"), recorded() as told:
+        (loss, _), grads = ours(params, place_batch(batch, plan), None, model_state)
+        right = _loss_alone(loss_fn, plan, jax.device_get((params, batch, model_state)))
+    differences = tuple(
+        Difference(path, _error(a, b)) for path, a, b in _pairs((loss, grads), right, ("loss", "gradient"))
+    )
+    found = LossCheck(plan.config.stage, plan.devices, "; ".join(told), differences)
+    wrong = [d for d in _worst(differences) if not d.error <= tolerance]
+    if wrong:
+        raise ValueError(f"loss or gradient differ by more than {tolerance} of the largest number\n{found}")
+    return found
+
+
+def _normal(plan: Plan) -> Tree:
+    """Numbers in the place of parameters, alike on every process."""
+    random = np.random.default_rng(0)
+
+    def numbers(leaf):
+        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return (random.standard_normal(leaf.shape) * 0.02 if floats else np.zeros(leaf.shape)).astype(leaf.dtype)
+
+    return jax.tree.map(numbers, plan.abstract_state.params)
+
+
+def _loss_alone(loss_fn: Callable, plan: Plan, given: Tree) -> Tree:
+    """``(mean loss, gradient)`` by plain JAX on one device."""
+    call, count = with_arguments(loss_fn), plan.config.accumulate
+    device: Any = next(d for d in plan.mesh.devices.flat if d.process_index == jax.process_index())
+    dtypes = jax.tree.map(lambda a: a.dtype, whole_shapes(given[0], plan))
+
+    @jax.jit
+    def run(params, batch, model_state):
+        def mean(trained):
+            seen = jax.tree.map(lambda a, dtype: a.astype(dtype), plan.with_trained(params, trained), dtypes)
+            sums, state = [], model_state
+            for i in range(count):
+                part = jax.tree.map(lambda a, i=i: a[i::count], batch)
+                made = as_loss(without_aux(call(seen, part, None, state))[0], "loss_fn")
+                sums, state = [*sums, made], state if made.model_state is None else made.model_state
+            weight = jax.lax.stop_gradient(sum(one.weight for one in sums))
+            return sum(one.total for one in sums) / weight
+
+        return jax.value_and_grad(mean)(plan.trained(params))
+
+    return run(*jax.device_put(given, device))
 
 
 # ---- small parameters in the place of the plan's ----
@@ -209,8 +317,10 @@ def _partitioned(tx, plan: Plan, params: Tree, batches: Sequence[np.ndarray]) ->
 # ---- the comparison ----
 
 
-def _pairs(ours: Tree, right: Tree) -> Iterable[tuple[str, Any, Any]]:
-    for name, a, b in zip(("losses", "params", "opt_state"), ours, right, strict=True):
+def _pairs(
+    ours: Tree, right: Tree, names: Sequence[str] = ("losses", "params", "opt_state")
+) -> Iterable[tuple[str, Any, Any]]:
+    for name, a, b in zip(names, ours, right, strict=True):
         for (keys, leaf), other in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             yield f"{name}/{path}" if path else name, _numbers(leaf), _numbers(other)

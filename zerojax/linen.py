@@ -66,8 +66,8 @@ def create_train_state(
       init_fn, tx, plan, key, params: as for `zerojax.init_state`. ``apply_gradients`` leaves alone what the plan
         does not train.
       apply_fn: usually ``model.apply``.
-      state_class: a subclass of ``TrainState``, with ``fields`` for what it adds. If it has a field ``model_state``, it
-        is filled with what ``init_fn`` made beside the parameters.
+      state_class: a subclass of ``TrainState``, with ``fields`` for what it adds. What ``init_fn`` made beside the
+        parameters fills its field ``model_state``, or a field for each collection (``batch_stats``).
 
     >>> import jax, jax.numpy as jnp
     >>> from zerojax import make_plan
@@ -80,11 +80,14 @@ def create_train_state(
     """
     check_own_update(plan, "linen.create_train_state")
     made = init_state(init_fn, tx, plan, key, params=params)
-    if "model_state" in state_class.__dataclass_fields__:
+    names, collections = state_class.__dataclass_fields__, made.model_state or {}
+    if "model_state" in names:
         fields.setdefault("model_state", made.model_state)
-    elif made.model_state is not None:
-        raise ValueError(f"the model has state beside its parameters ({sorted(made.model_state)}); give a state_class "
-                         "with a field model_state to keep it in")  # fmt: skip
+    elif all(name in names for name in collections):
+        fields = {**collections, **fields}
+    else:
+        raise ValueError(f"the model has state beside its parameters ({sorted(collections)}); give a state_class with "
+                         "fields of these names to keep it in, or with a field model_state")  # fmt: skip
     of_all = plan.transform(tx)
     return state_class(
         step=made.step, apply_fn=apply_fn, params=made.params, tx=of_all, opt_state=made.opt_state, **fields

@@ -277,8 +277,12 @@ def _boxed(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
         variables = made if isinstance(made, Variables) else Variables(made, None)
         for path, leaf in with_paths(boxes.unboxed(variables.params)):
             if not hasattr(leaf, "dtype"):
+                remedy = "make numbers arrays: jnp.asarray(...)"
+                if callable(leaf) or isinstance(leaf, (str, bool)):
+                    remedy = ("keep it out of the parameters and let the loss put it back, as with "
+                              "equinox.partition(model, equinox.is_array) and equinox.combine")  # fmt: skip
                 raise ValueError(f"init_fn(key) must return a tree of arrays and nothing else: {path} is the "
-                                 f"{type(leaf).__name__} {leaf!r}; make numbers arrays: jnp.asarray(...)")  # fmt: skip
+                                 f"{type(leaf).__name__} {leaf!r}; {remedy}")  # fmt: skip
         return Variables(at_rest(variables.params, config), variables.model_state)
 
     return init

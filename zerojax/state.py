@@ -1,7 +1,7 @@
 """The train state: born partitioned, checked before a step, gathered for evaluation or export."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -151,10 +151,19 @@ def evaluated(state: Any, plan: Plan) -> TrainState:
     if isinstance(state, TrainState) or not hasattr(state, "params"):
         check_state(state, plan)
         return dataclasses.replace(state, opt_state=None, loss_scale=None)
-    model_state, placed, planned = getattr(state, "model_state", None), plan.state_shardings, plan.abstract_state
+    model_state, placed, planned = _beside_params(state, plan), plan.state_shardings, plan.abstract_state
     _check_arrays(state.params, placed.params, planned.params, "state.params")
     _check_arrays(model_state, placed.model_state, planned.model_state, "state.model_state")
     return TrainState(None, state.params, None, None, model_state)
+
+
+def _beside_params(state: Any, plan: Plan) -> Tree:
+    """The model state of a state of another class: a field ``model_state``, or one for each collection of it."""
+    planned = plan.abstract_state.model_state
+    by_name = isinstance(planned, Mapping) and all(hasattr(state, name) for name in planned)
+    if hasattr(state, "model_state") or not by_name:
+        return getattr(state, "model_state", None)
+    return {name: getattr(state, name) for name in planned}
 
 
 def check_own_update(plan: Plan, name: str):

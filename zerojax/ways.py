@@ -20,7 +20,7 @@ from zerojax.contracts import Tree
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
 from zerojax.precision import is_key, rounded
-from zerojax.units.rows import Rows, judge
+from zerojax.units.rows import Rows, judge, tell
 from zerojax.units.spread import UnfitError, spread
 
 log = logging.getLogger("zerojax")
@@ -65,21 +65,39 @@ def along(
       others: further arguments that do not depend on rows.
       parts: the micro-batches.
     """
-    if plan.config.rows == "apart" or plan.devices == 1:
-        return use(apart(plan))
-    if plan.config.rows == "together":
-        return use(together(plan))
+    if plan.devices == 1 or plan.config.rows != "auto":
+        rows_together = plan.devices > 1 and plan.config.rows == "together"
+        tell(f"{'together' if rows_together else 'apart'}, by the configuration")
+        return use((together if rows_together else apart)(plan))
     seen = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype), batch)
-    found = judged(call, plan, whole_shapes(params, plan), seen, *others)
+    try:
+        found = judged(call, plan, whole_shapes(params, plan), seen, *others)
+    except Exception as error:  # whatever the loss raises; it may name axes that only one program for all can have
+        return _in_one_program(use, plan, error)
     if found.apart:
+        tell("apart: what a row adds to the loss depends on it alone")
         return use(apart(plan))
     try:
-        made = use(across(plan))
-        log.warning("the loss looks across rows, and the devices exchange them: %s", found.why)
+        made, how = use(across(plan)), "own rows, and what devices exchange"
     except UnfitError as unfit:
-        made = use(together(plan))
-        log.warning("the loss looks across rows: %s. It is one program for all, since %s", found.why, unfit)
+        made, how = use(together(plan)), f"together, since {unfit}"
+    tell(f"{how}. {found.why}")
+    log.warning("the loss looks across rows and is computed from %s. %s", how, found.why)
     return made
+
+
+def _in_one_program(use: Callable[[Way], T], plan: Plan, error: Exception) -> T:
+    """``use`` with a way in which a loss may place arrays along the shard axes, or raise the error of the usual way."""
+    for way in (together(plan), written_out(plan)):
+        try:
+            made = use(way)
+        except Exception:  # the first error is told
+            continue
+        why = str(error).partition("\n")[0]
+        tell(f"together, since on a device's own rows the loss fails: {why}")
+        log.warning("the loss is computed from all rows together, since on a device's own it fails: %s", why)
+        return made
+    raise error
 
 
 def judged(call: Callable, plan: Plan, *args: Any) -> Rows:
@@ -257,6 +275,23 @@ def together(plan: Plan) -> Way:
         return lambda *args: f(*map(placed, args, in_specs))
 
     return Way({}, gather, reduce, run, True, functools.partial(_with_one_place, axes=tuple(plan.axes)))
+
+
+def written_out(plan: Plan) -> Way:
+    """The same for a loss that is written for Explicit axes: its operations say how their results are placed."""
+    way = together(plan)
+
+    def of_device(call):
+        def run(params, batch, *others):
+            leaves = iter(plan.wire)
+            specs = jax.tree.map(lambda a: PartitionSpec() if is_key(a) else next(leaves).spec(()), params)
+            placed = specs, plan.batch_sharding.spec, *(PartitionSpec() for _ in others)
+            run = jax.sharding.explicit_axes(call, axes=plan.mesh.axis_names, in_sharding=placed)
+            return run(params, batch, *others)
+
+        return way.of_device(run)
+
+    return replace(way, of_device=of_device)
 
 
 def _with_one_place(call: Callable, axes: tuple[str, ...]) -> Callable:

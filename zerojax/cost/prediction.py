@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from zerojax.contracts import Tree
 from zerojax.cost import traces
 from zerojax.gradient import gradient_of, reduces_each
-from zerojax.losses import as_loss, with_arguments
+from zerojax.losses import as_loss, with_arguments, without_aux
 from zerojax.placement import Leaf, axes_of
 from zerojax.plan import Plan
 from zerojax.precision import gradient_dtype, merge
@@ -181,7 +181,7 @@ def _trace(loss_fn: Callable, plan: Plan, batch: Tree) -> Any:
         def loss(trained):
             given = iter(trained)
             seen = [next(given) if leaf.trained else a for a, leaf in zip(whole, plan.wire, strict=True)]
-            found = as_loss(call(merge(seen, others), batch, rng, model_state), "loss_fn")
+            found = as_loss(without_aux(call(merge(seen, others), batch, rng, model_state))[0], "loss_fn")
             return found.total / found.weight, (found.metrics, found.model_state)
 
         return jax.grad(loss, has_aux=True)([a for a, leaf in zip(whole, plan.wire, strict=True) if leaf.trained])

@@ -14,6 +14,7 @@ from zerojax.cost.hlo import Collective
 from zerojax.cost.prediction import Prediction, predict
 from zerojax.plan import Plan
 from zerojax.state import shapes_of
+from zerojax.units import explanation
 
 Tree = Any
 
@@ -102,6 +103,7 @@ class Report:
         following the program's schedule; ``None`` without a plan, or if what is alive then is not near ``memory.temp``.
       predicted: what plan and loss say, for a step of ``make_train_step``; else ``None``.
       made: dtypes and shapes of all arrays that the program makes.
+      rows: which rows a device computes the loss of, and why; shown unless these are its own only.
 
     >>> gather = Collective("all-gather", "bf16", elements=2**20, group=8, times=24, axis="data")
     >>> print(Report(Memory(2**20, 2**20, 2**18, 2**20), (gather, gather)))
@@ -126,6 +128,7 @@ class Report:
     gathered: int | None = None
     predicted: Prediction | None = None
     made: frozenset[tuple[str, tuple[int, ...]]] = field(default=frozenset(), repr=False)
+    rows: str = ""
 
     @property
     def wire_bytes(self) -> float:
@@ -196,10 +199,11 @@ class Report:
         memory = asdict(self.memory) | {"peak": self.memory.peak}
         parts = {name: {"formula": formula, "compiled": compiled} for name, formula, compiled in self._parts()}
         return {"memory": memory, "parts": parts, "collectives": rows, "wire_bytes": self.wire_bytes,
-                "predicted": self.predicted and self.predicted.to_dict()}  # fmt: skip
+                "predicted": self.predicted and self.predicted.to_dict(), "rows": self.rows}  # fmt: skip
 
     def __str__(self):
-        return f"{self._memory()}\n\n{self._collectives()}{self._products()}"
+        rows = "" if not self.rows or self.rows.startswith("apart") else f"\n\nrows: {self.rows}"
+        return f"{self._memory()}\n\n{self._collectives()}{self._products()}{rows}"
 
     def _memory(self) -> str:
         m = self.memory
@@ -330,6 +334,7 @@ def report(step: Any, state: Tree = None, batch: Tree = None, *more: Tree) -> Re
         gathered,
         predict(loss_fn, plan, shapes_of(batch)) if plan and loss_fn else None,
         hlo.made(text),
+        explanation.explain(step, state, shapes_of(batch)).rows if plan and loss_fn else "",
     )
 
 

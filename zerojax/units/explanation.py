@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zerojax import tables
 from zerojax.contracts import Tree
 from zerojax.units import gradient as units
+from zerojax.units import rows
 from zerojax.units.cutting import Unit
 from zerojax.units.passes import Traffic
 
@@ -43,10 +44,12 @@ class Explanation:
       units: at stage 3 those whose parameters are gathered, at all stages those whose gradients leave together. In
         evaluation the loss is not cut.
       travels: whether parameters are gathered for each unit.
+      rows: which rows a device computes the loss of, and why.
     """
 
     units: tuple[UnitUse, ...]
     travels: bool
+    rows: str = ""
 
     @property
     def whole_bytes(self) -> int:
@@ -61,12 +64,13 @@ class Explanation:
                 "calls a jitted function that ran before: explain that one"
             )
         columns = ("unit", "does", "parameters", "whole", "turns", "gathered forward", "backward")
-        rows = [
+        lines = [
             (number, unit.does, " ".join(unit.params), tables.size(unit.bytes), unit.turns, *unit.gathers)
             for number, unit in enumerate(self.units)
         ]
         whole = f"whole at a time, at most: {tables.size(self.whole_bytes)}"
-        return f"{tables.render(columns, rows)}\n\n{whole if self.travels else 'all parameters are whole'}"
+        told = f"\nrows: {self.rows}" if self.rows else ""
+        return f"{tables.render(columns, lines)}\n\n{whole if self.travels else 'all parameters are whole'}{told}"
 
 
 def explain(step: Any, *arguments: Tree) -> Explanation:
@@ -91,16 +95,18 @@ def explain(step: Any, *arguments: Tree) -> Explanation:
         1   div, dot_general, ...   v            1.0 MiB       1                  1          0
     <BLANKLINE>
     whole at a time, at most: 2.0 MiB
+    rows: apart: what a row adds to the loss depends on it alone
     """
     if isinstance(step, (jax.stages.Lowered, jax.stages.Compiled)):
         raise ValueError("explain traces a step; what was lowered or compiled cannot be traced: pass the step")
-    with units.recorded() as found:
+    with units.recorded() as found, rows.recorded() as told:
         jax.eval_shape(_traced_anew(getattr(step, "jitted", step)), *arguments)
     losses = {id(traffic): (cuts, leaves, traffic) for cuts, leaves, traffic in found}  # a loop may be traced twice
     uses = [
         _use(cuts, number, leaves, traffic) for cuts, leaves, traffic in losses.values() for number in range(len(cuts))
     ]
-    return Explanation(tuple(uses), any(traffic.gather is not None for _, _, traffic in losses.values()))
+    travels = any(traffic.gather is not None for _, _, traffic in losses.values())
+    return Explanation(tuple(uses), travels, "; ".join(dict.fromkeys(told)))
 
 
 def _traced_anew(function: Any) -> Any:

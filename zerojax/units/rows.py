@@ -11,7 +11,9 @@ rows' own, so that no size is taken for another, and a factor that halves makes 
 All are times a power of the number of rows, their degree: a mean is a sum of degree -1.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +59,26 @@ class Rows:
 
     apart: bool
     why: str
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Collects how the losses that are traced here share rows, and why."""
+    told: list[str] = []
+    token = _TOLD.set(told)
+    try:
+        yield told
+    finally:
+        _TOLD.reset(token)
+
+
+_TOLD: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("told", default=None)
+
+
+def tell(text: str):
+    """Say how a loss shares rows, to who collects that."""
+    if (told := _TOLD.get()) is not None:
+        told.append(text)
 
 
 def judge(

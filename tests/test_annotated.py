@@ -52,7 +52,7 @@ def tensor_only(p, x):
 ])  # fmt: skip
 def test_losses_that_place_arrays(loss, kinds, config):
     mesh = make_grid((4, 2), ("data", "tensor"), kinds)
-    plan, state, step = prepare(PARAMS, TX, loss, mesh, SPECS, **config)
+    _, state, step = prepare(PARAMS, TX, loss, mesh, SPECS, **config)
     params, opt_state = PARAMS, TX.init(PARAMS)
     for _ in range(2):
         state, metrics = step(state, X)

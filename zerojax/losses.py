@@ -35,17 +35,22 @@ def with_arguments(fn: Callable) -> Callable:
     parts = len(list(itertools.takewhile(lambda name: not _KEY.search(name), required[1:])))
     needs_key = len(required) > 2 or any(p.name == "rng" and p.default is p.empty for p in parameters)
 
+    def misfit():
+        return ValueError(
+            f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({', '.join(required)}). What "
+            "differs from row to row is the batch, not closed over: each device gets its own rows. Several parts of it "
+            f"are given as a tuple: ({', '.join(required[1:])})"
+        )
+
+    if len(required) < 2:
+        raise misfit()
+
     def call(params, batch, rng, model_state):
         several = parts > 1 and isinstance(batch, (tuple, list)) and len(batch) == parts
         rows = (*batch,) if several else (batch,)
         others = required[1 + len(rows) :]
-        if len(required) < 2 or len(others) > 2 or (len(others) == 2 and named):
-            names = ", ".join(required)
-            raise ValueError(
-                f"the loss must take (params, batch[, rng[, model_state]]), but it requires ({names}). What differs "
-                "from row to row is the batch, not closed over: each device gets its own rows. Several parts of it "
-                f"are given as a tuple: ({', '.join(required[1:])})"
-            )
+        if len(others) > 2 or (len(others) == 2 and named):
+            raise misfit()
         if rng is None and not several and needs_key:
             raise ValueError(
                 f"the loss requires {'rng' if 'rng' in named else others[0]}, a random key, and none is given: "

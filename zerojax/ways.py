@@ -272,7 +272,11 @@ def together(plan: Plan) -> Way:
             is_rows = isinstance(spec, PartitionSpec) and tuple(spec)
             return jax.tree.map(lambda a: put(a, spec), arg) if is_rows else arg
 
-        return lambda *args: f(*map(placed, args, in_specs))
+        def on_mesh(*args):
+            with jax.sharding.use_abstract_mesh(plan.mesh.abstract_mesh):  # for the loss's own constraints
+                return f(*map(placed, args, in_specs))
+
+        return on_mesh
 
     return Way({}, gather, reduce, run, True, functools.partial(_with_one_place, axes=tuple(plan.axes)))
 

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from reference import assert_close, make_grid, prepare, wave
+from reference import assert_close, make_grid, make_mesh, prepare, wave
 
 import zerojax
 import zerojax.nnx
@@ -89,3 +89,60 @@ def test_what_fails_everywhere_is_told_as_it_is():
     _, state, step = prepare(PARAMS, TX, lambda p, x: jnp.mean(x @ p["v"]))
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
         step(state, X)
+
+
+# ---- the mesh that the plan was made for is active, with Explicit axes ----
+
+
+def test_own_loops_under_an_active_explicit_mesh():
+    """As ``jax.set_mesh(jax.make_mesh(...))`` at the top of a program makes it."""
+    tx, mesh = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-4)), make_mesh(8, explicit=True)
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    with jax.set_mesh(mesh):
+        plan, state, step = prepare(PARAMS, tx, plain, mesh)
+        evaluate = zerojax.make_eval_step(plain, plan)
+
+        @jax.jit
+        def own_step(params, opt_state, x):
+            loss, grads = zerojax.value_and_grad(plain, plan)(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        ours = state.params, state.opt_state
+        for _ in range(3):
+            measured = evaluate(state.__class__(**{**vars(state), "params": ours[0]}), X)["loss"]
+            *ours, loss = own_step(*ours, X)
+            state, metrics = step(state, X)
+            value, grads = jax.value_and_grad(plain)(params, X)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            assert_close((loss, metrics["loss"], measured), (value,) * 3)
+        assert_close(jax.device_get(tuple(ours)), (params, opt_state))
+        assert_close(jax.device_get(zerojax.gather_params(ours[0], plan)), params)
+        assert ours[0]["w"].sharding.shard_shape((16, 32)) == (16, 4)
+
+
+def test_a_module_under_an_active_explicit_mesh():
+    mesh, make = make_mesh(8, explicit=True), lambda rngs: nnx.Linear(16, 8, rngs=rngs)
+    loss = lambda model, x: jnp.mean((model(x) - 0.3) ** 2)  # noqa: E731
+    right = make(nnx.Rngs(jax.random.key(0)))
+    by_flax = nnx.Optimizer(right, TX, wrt=nnx.Param)
+    with jax.set_mesh(mesh):
+        plan = zerojax.nnx.make_plan(make, TX, mesh)
+        model, optimizer = zerojax.nnx.create(make, TX, plan, jax.random.key(0))
+
+        @nnx.jit
+        def train(model, optimizer, x):
+            value, grads = zerojax.nnx.value_and_grad(loss, plan)(model, x)
+            optimizer.update(model, grads)
+            return value
+
+        ours = [train(model, optimizer, X) for _ in range(2)]
+        whole = zerojax.nnx.gather_model(model, plan)
+    values = []
+    for _ in range(2):
+        value, grads = nnx.value_and_grad(loss)(right, X)
+        by_flax.update(right, grads)
+        values.append(value)
+    assert_close(ours, values)
+    assert_close(jax.device_get(whole.kernel[...]), jax.device_get(right.kernel[...]))

@@ -261,6 +261,37 @@ def mesh_context(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
 
+def on_active_mesh(tree: Tree, plan: Plan) -> Tree:
+    """Arrays of the plan as the active mesh wants them, if it is the plan's with Explicit axes: the same, of that kind.
+
+    In a user's own ``jit`` under ``jax.set_mesh`` JAX takes no others.
+    """
+    active = jax.sharding.get_abstract_mesh()
+    if isinstance(plan.mesh, AbstractMesh) or not is_kind_of(active, plan):
+        return tree
+    mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=active.axis_types)
+    return jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, a.sharding.spec)), tree)
+
+
+def on_own_mesh(tree: Tree, plan: Plan) -> Tree:
+    """The inverse: arrays that lie on the plan's mesh with Explicit axes, with its own ones."""
+
+    def moved(leaf):
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not is_kind_of(sharding.mesh.abstract_mesh, plan):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(plan.mesh, sharding.spec))
+
+    return jax.tree.map(moved, tree)
+
+
+def is_kind_of(mesh: AbstractMesh, plan: Plan) -> bool:
+    """Whether it is the plan's mesh, but for axes that are Explicit."""
+    own = plan.mesh.abstract_mesh
+    explicit = AxisType.Explicit in mesh.axis_types and AxisType.Manual not in mesh.axis_types
+    return explicit and mesh.shape_tuple == own.shape_tuple
+
+
 def born(init_fn: Callable, config: ZeroConfig) -> Callable[[Any], Variables]:
     """``init_fn`` as the state is born by it: always `Variables`, parameters in ``param_dtype``, nothing in boxes."""
     return lambda key: boxes.unboxed(_boxed(init_fn, config)(key))

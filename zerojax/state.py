@@ -15,7 +15,7 @@ from zerojax.boxes import is_box, unboxed
 from zerojax.contracts import TrainState, Tree, Variables
 from zerojax.losses import is_key_array
 from zerojax.placement import at_rest
-from zerojax.plan import Plan, born, mesh_context
+from zerojax.plan import Plan, born, mesh_context, on_active_mesh, on_own_mesh
 from zerojax.precision import is_key
 from zerojax.scaling import first_scale
 
@@ -66,7 +66,8 @@ def init_state(
             lambda params, key: (_own_copy(tx.init)(params), _scalars(key, plan)),
             out_shardings=(shardings.opt_state, plan.replicated),
         )(plan.optimized(variables.params), key)
-    return TrainState(step, variables.params, opt_state, rng, variables.model_state, scale)
+    state = TrainState(step, variables.params, opt_state, rng, variables.model_state, scale)
+    return on_active_mesh(state, plan)
 
 
 def _everywhere(key: Any, plan: Plan) -> Any:
@@ -97,7 +98,8 @@ def gather_params(params: Tree, plan: Plan) -> Tree:
     """
     _check_arrays(params, plan.state_shardings.params, plan.abstract_state.params, "params")
     with mesh_context(plan.mesh):
-        return jax.jit(_own_copy(lambda p: p), out_shardings=plan.replicated)(params)
+        whole = jax.jit(_own_copy(lambda p: p), out_shardings=plan.replicated)(on_own_mesh(params, plan))
+    return on_active_mesh(whole, plan)
 
 
 def check_transform(tx: optax.GradientTransformation, plan: Plan):
@@ -150,11 +152,11 @@ def evaluated(state: Any, plan: Plan) -> TrainState:
     """What evaluation reads of a state, checked: a `TrainState`, or any object with ``params``, such as Flax's."""
     if isinstance(state, TrainState) or not hasattr(state, "params"):
         check_state(state, plan)
-        return dataclasses.replace(state, opt_state=None, loss_scale=None)
+        return on_own_mesh(dataclasses.replace(state, opt_state=None, loss_scale=None), plan)
     model_state, placed, planned = _beside_params(state, plan), plan.state_shardings, plan.abstract_state
     _check_arrays(state.params, placed.params, planned.params, "state.params")
     _check_arrays(model_state, placed.model_state, planned.model_state, "state.model_state")
-    return TrainState(None, state.params, None, None, model_state)
+    return on_own_mesh(TrainState(None, state.params, None, None, model_state), plan)
 
 
 def _beside_params(state: Any, plan: Plan) -> Tree:

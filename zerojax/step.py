@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from zerojax import optimizer
 from zerojax.contracts import Loss, TrainState, Tree
 from zerojax.gradient import gradient_of
 from zerojax.losses import add_metrics, check_key, is_key_array, named
-from zerojax.plan import Plan, mesh_context
+from zerojax.plan import Plan, is_kind_of, mesh_context, on_own_mesh
 from zerojax.precision import cast_like, without_overwritten
 from zerojax.scaling import Watch, unless_overflow
 from zerojax.state import (
@@ -74,7 +75,7 @@ class Step:
 
     def __call__(self, state: TrainState, batch: Tree) -> Any:
         if not self.returned.is_it(state):
-            state = with_placed_scalars(state, self.plan)
+            state = on_own_mesh(with_placed_scalars(state, self.plan), self.plan)
             check_state(state, self.plan)
         batch = place_batch(batch, self.plan)
         check_batch(batch, self.plan, micro_batches=self.micro_batches)
@@ -215,10 +216,19 @@ def sums_and_grad(loss_fn: Callable, plan: Plan) -> Callable:
         check_params(params, plan)
         check_batch(batch, plan, micro_batches=plan.config.accumulate)
         check_key(rng)
-        _check_context(plan)
+        return of_kind(params)(params, batch, rng, model_state)
+
+    def computed(params, batch, rng, model_state):
         loss, grads, model_state, aux = gradient(params, batch, rng, model_state, None)
         sums = Loss(loss.total * loss.weight, loss.weight, loss.metrics, model_state)
         return loss.total, sums, aux, cast_like(grads, plan.trained(params))
+
+    def of_kind(params):
+        if not _is_explicit(params, plan):
+            return computed
+        placed = jax.tree.map(lambda sharding: sharding.spec, plan.trained(plan.state_shardings.params))
+        whole = PartitionSpec()
+        return jax.sharding.auto_axes(computed, out_sharding=(whole, whole, whole, placed))
 
     return run
 
@@ -233,11 +243,16 @@ def of_call(*arguments: Any, rng: Any = None, model_state: Tree = None) -> tuple
     return batch, others[0] if rng is None else rng, others[1] if model_state is None else model_state
 
 
-def _check_context(plan: Plan):
-    """An active mesh with other axes than the plan's makes JAX refuse the plan's arrays, in words that do not help."""
-    active = jax.sharding.get_abstract_mesh()
-    own = plan.mesh.abstract_mesh
-    same = (active.shape_tuple, active.axis_types) == (own.shape_tuple, own.axis_types)
-    if not active.empty and not same:
-        raise ValueError(f"the active mesh {active} is not the plan's; use `with jax.set_mesh(plan.mesh)`, which has "
-                         "the same devices with Auto axes, or no active mesh")  # fmt: skip
+def _is_explicit(params: Tree, plan: Plan) -> bool:
+    """Whether the plan's mesh is active with Explicit axes, and parameters lie on it so.
+
+    Of other meshes than their own JAX refuses arrays in words that do not help.
+    """
+    active, own = jax.sharding.get_abstract_mesh(), plan.mesh.abstract_mesh
+    if active.empty or (active.shape_tuple, active.axis_types) == (own.shape_tuple, own.axis_types):
+        return False
+    meshes = {jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(params)}
+    if is_kind_of(active, plan) and meshes == {active}:
+        return True
+    raise ValueError(f"the active mesh {active} is not the plan's, on which the state lies; use `with jax.set_mesh("
+                     "plan.mesh)`, which has the same devices with Auto axes, or no active mesh")  # fmt: skip

@@ -1,6 +1,7 @@
 """Mistakes: each a `ValueError` before compilation, which names what is wrong and what to do."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -274,3 +275,29 @@ def test_explaining_what_cannot_be_traced():
     for one in (lowered, lowered.compile()):
         with pytest.raises(ValueError, match="pass the step"):
             zerojax.explain(one, jnp.ones(2))
+
+
+# ---- where numbers are not finite ----
+
+
+def log_of_negative(params, batch):
+    return jnp.mean(jnp.log(batch["x"] @ params["w1"] - 100.0))
+
+
+def log_in_layers(params, batch):
+    def layer(h, w):
+        return jnp.log(h * w - 100.0), None
+
+    return jnp.mean(jax.lax.scan(layer, batch["x"], jnp.stack([params["b2"][0], params["b2"][1]]))[0])
+
+
+@pytest.mark.parametrize(("loss", "stage"), [(log_of_negative, 3), (log_in_layers, 1)])
+def test_the_line_of_the_loss_that_makes_nan(loss, stage):
+    """With ``jax_debug_nans``, as under ``jax.jit`` on one device."""
+    plan, state, step = prepare(even_params(), SGD, loss, stage=stage)
+    f = jax.jit(zerojax.value_and_grad(loss, plan))
+    for call in (lambda: f(state.params, even_batch()), lambda: step(state, even_batch())):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as raised:
+            call()
+        assert raised.traceback[-1].path == Path(__file__)
+        assert "jnp.log" in str(raised.traceback[-1].statement) or loss is log_in_layers

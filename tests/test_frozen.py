@@ -3,6 +3,8 @@
 Tolerance 1e-5 relative: float32 sums in another order. What is frozen is bitwise what it was.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -379,3 +381,36 @@ def test_a_pattern_that_is_a_path_means_that_path():
     config = zerojax.ZeroConfig(frozen="w[1]", overrides={"w[1]": 1})
     plan = zerojax.make_plan(lambda key: params, optax.adam(1e-3), make_mesh(), config)
     assert {leaf.path: (leaf.trained, leaf.dim) for leaf in plan.params} == {"w[1]": (False, 1), "w1": (True, 1)}
+
+
+# ---- what is closed over instead ----
+
+
+@pytest.mark.parametrize("given", ["argument", "array"])
+def test_much_that_a_loss_closes_over_is_told(given):
+    """It is whole on every device at once, where frozen parameters are gathered unit by unit."""
+    init = lambda key: {f"w{i}": jnp.ones((256, 256)) for i in range(5)}  # noqa: E731
+    plan = zerojax.make_plan(init, optax.sgd(0.1), make_mesh())
+    params = zerojax.init_state(init, optax.sgd(0.1), plan, jax.random.key(0)).params
+
+    def distilled(teacher, params, x):
+        return jnp.mean(sum((x @ params[name] - x @ teacher[name]) ** 2 for name in params))
+
+    def gradient(teacher, params, x):
+        return zerojax.value_and_grad(functools.partial(distilled, teacher), plan)(params, x)
+
+    arguments = params, params, jax.ShapeDtypeStruct((16, 256), "float32")
+    call = functools.partial(jax.eval_shape, gradient, *arguments)
+    if given == "array":
+        call = functools.partial(jax.eval_shape, functools.partial(gradient, params), *arguments[1:])
+    with pytest.warns(UserWarning, match=r"over 5 arrays of 1\.2 MiB .*float32\[256, 256\].*ZeroConfig\(frozen="):
+        call()
+
+
+@pytest.mark.filterwarnings("error")
+def test_little_or_whole_that_a_loss_closes_over_is_fine():
+    init = lambda key: {"w": jnp.ones((256, 256))}  # noqa: E731
+    plan = zerojax.make_plan(init, optax.sgd(0.1), make_mesh())
+    small, whole = jnp.ones((16, 256)), jax.device_put(jnp.ones((512, 1024)), plan.replicated)
+    loss = lambda p, x: jnp.mean((x @ p["w"] + small[0]) ** 2) * whole[0, 0]  # noqa: E731
+    jax.eval_shape(zerojax.value_and_grad(loss, plan), init(None), jnp.ones((16, 256)))

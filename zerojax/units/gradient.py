@@ -9,12 +9,16 @@ stage 3 all parameters are whole, and units only say when gradients are made and
 
 import contextlib
 import contextvars
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
+from zerojax import tables
+from zerojax.precision import is_key
 from zerojax.units import jaxprs
 from zerojax.units.cutting import Unit, cut, read
 from zerojax.units.loops import run_loop
@@ -39,7 +43,10 @@ def gradient(
     shapes = traffic.shapes(leaves)
 
     def run(turn, *args):
+        if not jaxprs.is_staged((held, args)):
+            return _uncut(objective, held, leaves, traffic, *args)
         program, treedef = jaxprs.trace(objective, shapes, *args)
+        _tell_of_whole(list(program.constants.values()), shapes)
         values = dict(zip(program.inputs[len(held) :], jax.tree.leaves(args), strict=True)) | program.constants
         way = Pass(held, leaves, traffic, turn)
         cuts = cut(program, leaves)
@@ -52,6 +59,46 @@ def gradient(
         return (total, aux), [grads.get(i) for i in range(len(held))]
 
     return run
+
+
+def _tell_of_whole(constants: list[Any], shapes: Any):
+    """Warn if a loss closes over much that may be partitioned: it is whole on every device, as long as it is used."""
+
+    def size(arrays):
+        return sum(a.size * a.dtype.itemsize for a in arrays if hasattr(a, "dtype") and not is_key(a))
+
+    whole = [
+        a
+        for a in constants
+        if isinstance(a, jax.Array) and (isinstance(a, Tracer) or not a.sharding.is_fully_replicated)
+    ]
+    if size(whole) > max(_MUCH, size(shapes) / 100):
+        largest = max(whole, key=lambda a: size([a]))
+        warnings.warn(
+            f"the loss closes over {tables.count(len(whole), 'array')} of {tables.size(size(whole))} (the largest is "
+            f"{largest.dtype}{list(largest.shape)}), which are whole on every device at once. To gather them unit by "
+            'unit, put them into params and freeze them: ZeroConfig(frozen="teacher/*")',
+            stacklevel=2,
+        )
+
+
+_MUCH = 2**20  # bytes
+
+
+def _uncut(objective: Callable, held: Arrays, leaves: Leaves, traffic: Traffic, *args: Any):
+    """The same by JAX alone, where no program is written: ``jax_debug_nans`` runs a step again, operation by operation,
+    to find the line of the loss that fails. All parameters are whole at once."""
+    whole = traffic.gather(held, leaves) if traffic.gather else list(held)
+    trained = [i for i, leaf in enumerate(leaves) if leaf.trained]
+
+    def of_trained(some):
+        given = dict(zip(trained, some, strict=True))
+        return objective([given.get(i, a) for i, a in enumerate(whole)], *args)
+
+    made, grads = jax.value_and_grad(of_trained, has_aux=True)([whole[i] for i in trained])
+    grads = traffic.reduce(grads, [leaves[i] for i in trained]) if traffic.reduce else grads
+    by_number = dict(zip(trained, grads, strict=True))
+    return made, [by_number.get(i) for i in range(len(held))]
 
 
 @contextlib.contextmanager

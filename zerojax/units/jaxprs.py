@@ -46,6 +46,11 @@ def trace(fn: Callable, params: list, *args: Any) -> tuple[Program, Any]:
     return inline(closed, range(len(params))), jax.tree.structure(out)
 
 
+def is_staged(tree: Any) -> bool:
+    """Whether a program is being written, of which these are variables; else they have values."""
+    return any(type(leaf).__name__ == "DynamicJaxprTracer" for leaf in jax.tree.leaves(tree))
+
+
 def inline(closed: ClosedJaxpr, params: Collection[int] | None = None) -> Program:
     """The program with the equations of nested calls in place of the calls; named scopes are kept.
 

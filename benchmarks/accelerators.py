@@ -4,6 +4,7 @@
     python benchmarks/accelerators.py scan --on v5e:4x4        # 24 stacked layers in a scan, rematerialised
     python benchmarks/accelerators.py gpt --on h100:8          # whole train steps of a GPT with 1.3 B parameters
     python benchmarks/accelerators.py stages --on h100:8       # the same at stages 0 to 3
+    python benchmarks/accelerators.py tails --on h100:8        # the same with losses that look across rows
 
 Needs `pip install 'zerojax[gpu-target]'` or `'zerojax[tpu-target]'`. Nothing runs: each way is compiled in a process of
 its own, and memory, collectives and schedule are read from the compiled program. ``state`` is what is held between two
@@ -229,7 +230,7 @@ def scan_ways(mesh: Mesh) -> Ways:
     return ways
 
 
-def plain(stack: bool, rows: NamedSharding | None = None) -> tuple[Callable, Callable]:
+def plain(stack: bool, rows: NamedSharding | None = None, loss_fn: Callable = gpt.loss_fn) -> tuple[Callable, Callable]:
     """``(init_fn, loss_fn)``; ``rows`` keeps the activations apart by rows, which XLA does not do by itself."""
     init = gpt.stacked_init_fn if stack else gpt.init_fn
     block = jax.checkpoint(partial(gpt.block_fn, GPT))
@@ -237,7 +238,7 @@ def plain(stack: bool, rows: NamedSharding | None = None) -> tuple[Callable, Cal
     def constrain(x):
         return jax.lax.with_sharding_constraint(x, rows) if rows else x
 
-    return partial(init, GPT), lambda params, tokens: gpt.loss_fn(GPT, params, tokens, block, constrain)
+    return partial(init, GPT), lambda params, tokens: loss_fn(GPT, params, tokens, block, constrain)
 
 
 def gpt_ways(mesh: Mesh) -> Ways:
@@ -266,7 +267,21 @@ def stages_ways(mesh: Mesh) -> Ways:
     return ways
 
 
-WORKLOADS = {"layers": layers_ways, "scan": scan_ways, "gpt": gpt_ways, "stages": stages_ways}
+def tails_ways(mesh: Mesh) -> Ways:
+    batch, ways, rows = tokens(mesh), {}, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    losses = {"mean": gpt.loss_fn, "masked mean": gpt.masked_loss_fn, "contrastive": gpt.contrastive_loss_fn}
+    for name, loss_fn in losses.items():
+        ways[f"stage 3, {name}"] = partial(our_step, mesh, *plain(True, None, loss_fn), batch)
+    for name, loss_fn in losses.items():
+        ways[f"all rows together, {name}"] = partial(
+            our_step, mesh, *plain(True, rows, loss_fn), batch, rows="together"
+        )
+        way = partial(step_by_shardings, mesh, *plain(True, rows, loss_fn), batch, stacked=in_stack)
+        ways[f"shardings given to jit, {name}"] = way
+    return ways
+
+
+WORKLOADS = {"layers": layers_ways, "scan": scan_ways, "gpt": gpt_ways, "stages": stages_ways, "tails": tails_ways}
 
 
 # ---- measuring ----
@@ -300,7 +315,7 @@ def beside(seen: list[hlo.Seen], kinds: tuple[str, ...]) -> float | None:
 
 def formula(workload: str) -> int:
     """Wire bytes of a step at stage 3 but for the factor (N - 1) / N: two gathers in bf16, a reduction in f32."""
-    parameters = gpt.parameters(GPT) if workload in ("gpt", "stages") else 24 * 8 * WIDTH**2
+    parameters = gpt.parameters(GPT) if workload in ("gpt", "stages", "tails") else 24 * 8 * WIDTH**2
     return (2 + 2 + 4) * parameters
 
 

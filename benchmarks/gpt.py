@@ -66,24 +66,49 @@ def block_fn(size: Size, p, x):
     return x + h @ p["down"] + p["down_bias"]
 
 
-def loss_fn(size: Size, params, tokens, block: Callable | None = None, constrain: Callable = lambda x: x):
-    """Mean cross entropy of the next token.
+def hidden_fn(size: Size, params, tokens, block: Callable | None = None, constrain: Callable = lambda x: x):
+    """What comes before the head: (rows, sequence, width).
 
     Args:
-      tokens: (rows, sequence + 1).
+      tokens: (rows, sequence).
       block: ``(parameters of a layer, x) -> x``.
       constrain: sees what passes from block to block.
     """
     block = block or (lambda p, x: block_fn(size, p, x))
-    x = constrain(params["embed"][tokens[:, :-1]] + params["position"])
+    x = constrain(params["embed"][tokens] + params["position"])
     if isinstance(params["blocks"], list):
         for p in params["blocks"]:
             x = constrain(block(p, x))
     else:
         x, _ = jax.lax.scan(lambda x, p: (constrain(block(p, x)), None), x, params["blocks"])
-    logits = layer_norm(params["norm"], x) @ params["embed"].T
-    labels = tokens[:, 1:]
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return layer_norm(params["norm"], x)
+
+
+def token_losses(size: Size, params, tokens, *how: Callable):
+    """Cross entropy of each next token, (rows, sequence), for tokens (rows, sequence + 1)."""
+    logits = hidden_fn(size, params, tokens[:, :-1], *how) @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+
+
+def loss_fn(size: Size, params, tokens, *how: Callable):
+    """Mean cross entropy of the next token."""
+    return token_losses(size, params, tokens, *how).mean()
+
+
+def masked_loss_fn(size: Size, params, tokens, *how: Callable):
+    """The mean over the tokens that are no padding (token 0), of all rows."""
+    mask = tokens[:, 1:] != 0
+    return (token_losses(size, params, tokens, *how) * mask).sum() / mask.sum()
+
+
+def contrastive_loss_fn(size: Size, params, tokens, *how: Callable):
+    """Next tokens, and rows that shall differ: every other row of the batch is a negative."""
+    hidden = hidden_fn(size, params, tokens[:, :-1], *how)
+    logits = (hidden @ params["embed"].T).astype(jnp.float32)
+    rows = hidden.mean(1).astype(jnp.float32)
+    rows /= jnp.linalg.norm(rows, axis=-1, keepdims=True)
+    alike = jax.nn.log_softmax(rows @ rows.T / 0.1)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean() - jnp.diag(alike).mean()
 
 
 def optimizer() -> optax.GradientTransformation:

@@ -194,8 +194,16 @@ def test_in_micro_batches(loss, stage):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", range(len(LOSSES)), ids=lambda i: LOSSES[i].__name__)
+def test_by_turns(number):
+    """Each loss once; of four or eight micro-batches a device has two rows each, or one."""
+    k, devices, stage = [(1, 2, 2), (4, 8, 1), (4, 2, 3), (8, 8, 3), (2, 8, 0)][number % 5]
+    assert_as_one_device(LOSSES[number], k=k, stage=stage, mesh=make_mesh(devices))
+
+
+@pytest.mark.night
 @pytest.mark.parametrize("devices", [2, 8])
-@pytest.mark.parametrize("k", [1, 4, 8])  # of eight micro-batches a device has one row each
+@pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_everywhere(loss, k, devices):
     for stage in range(4):

@@ -297,3 +297,11 @@ def test_never_apart_where_slices_differ(some, end):
     loss = program(some, end)
     if judge(loss, W, X).apart:
         assert not difference(loss, X, gradients=False, slices=2) > 1e-4  # what is no number says nothing
+
+
+def test_rows_in_stacks():
+    def moments(w, x):
+        mean, square = jnp.stack([x.mean(1), (x**2).mean(1)])
+        return jnp.mean(square - mean**2) + jnp.mean(jnp.stack([x @ w["a"], x], 1))
+
+    assert judge(moments, W, X).apart

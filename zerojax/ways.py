@@ -82,7 +82,8 @@ def along(
     except UnfitError as unfit:
         made, how = use(together(plan)), f"together, since {unfit}"
     tell(f"{how}. {found.why}")
-    log.warning("the loss looks across rows and is computed from %s. %s", how, found.why)
+    hint = "If a row's part of the loss depends on it alone all the same, say ZeroConfig(rows='apart')"
+    log.warning("the loss looks across rows and is computed from %s. %s. %s", how, found.why, hint)
     return made
 
 

@@ -238,11 +238,11 @@ def unknown(eqn: Eqn, ins: list, why: str) -> Any:
 # ---- rules: element by element ----
 
 _SAME = "neg copy copy_p stop_gradient real imag reduce_precision optimization_barrier name pvary pcast conj"
-_SAME += " sharding_constraint layout_constraint mesh_cast reshard"
+_SAME += " sharding_constraint layout_constraint mesh_cast reshard device_put"
 _ELEMENTWISE = """
 abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz complex
 cos cosh digamma eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow is_finite le lgamma log log1p
-logistic lt max min ne nextafter not or polygamma population_count pow regularized_incomplete_beta rem round rsqrt
+log2 logistic lt max min ne nextafter not or polygamma population_count pow regularized_incomplete_beta rem round rsqrt
 shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
 one_minus_square
 """
@@ -363,6 +363,10 @@ def _concatenate(eqn: Eqn, ins: list) -> State:
 
 def _split(eqn: Eqn, ins: list) -> Any:
     return unknown(eqn, ins, "takes some rows") if eqn.params["axis"] in eqn.grows(0) else ins * len(eqn.one.outvars)
+
+
+def _stack(eqn: Eqn, ins: list) -> State:
+    return together([replace(s, layout=PLACED) if s.layout == NUMBER else s for s in ins])
 
 
 def _pad(eqn: Eqn, ins: list) -> State:
@@ -541,7 +545,15 @@ RULES |= dict.fromkeys(
 RULES |= dict.fromkeys(("cummax", "cummin", "cumprod", "cumlogsumexp"), _along("axis"))
 RULES |= {"cumsum": _along("axis", linear=True), "rev": _along("dimensions", linear=True), "top_k": _along("axis")}
 RULES |= {"broadcast_in_dim": _broadcast, "reshape": _reshape, "reduce_sum": _reduce_sum, "sort": _along("dimension")}
-RULES |= {"concatenate": _concatenate, "split": _split, "pad": _pad, "slice": _slice, "fft": _fft}
+RULES |= {
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "split": _split,
+    "unstack": _split,
+    "pad": _pad,
+    "slice": _slice,
+    "fft": _fft,
+}
 RULES |= {"dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice}
 RULES |= dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows)
 RULES |= dict.fromkeys(("cholesky", "triangular_solve", "lu", "eigh", "qr", "svd", "householder_product"), _batched)

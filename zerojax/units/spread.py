@@ -226,14 +226,9 @@ class _Spread:
         """From the device's own rows for itself; if rows meet in it, from all rows."""
         for tried in (ins, self._with_own(eqn, ins)):
             states = self._states(eqn, tried)
-            if states and all(s.kind != FREE or s.layout is None for s in states):
-                lost = [s for i, s in enumerate(states) if s.kind == FREE and not eqn.out_grows(i) and s.degree != ANY]
-                if not lost:
-                    arrays = _run(eqn.one, self._here_of(eqn, tried))
-                    return [
-                        Value(a, s, own=bool(eqn.out_grows(i)))
-                        for i, (a, s) in enumerate(zip(arrays, states, strict=True))
-                    ]
+            if states and all(_is_of_device(s, eqn.out_grows(i)) for i, s in enumerate(states)):
+                made = enumerate(zip(_run(eqn.one, self._here_of(eqn, tried)), states, strict=True))
+                return [Value(a, s, own=bool(eqn.out_grows(i))) for i, (a, s) in made]
         return self.of_whole(eqn, [self.here.whole(v, *self._atoms(eqn, i)) for i, v in enumerate(ins)])
 
     def of_whole(self, eqn: Eqn, ins: list[Value]) -> list[Value]:
@@ -250,8 +245,8 @@ class _Spread:
             if key is None:
                 raise UnfitError("noise is made of many keys")
             return [Value(a, State(ROWS), own=True) for a in _run(eqn.one, [key, *arrays[1:]])]
-        alike = all(s.kind == FREE and s.layout is None for s in states) and all(grows) and not gathered
-        if alike and not any(eqn.grows(i) for i in range(len(ins))):
+        alike = all(grows) and all(_is_of_device(s, eqn.out_grows(i)) for i, s in enumerate(states))
+        if alike and not gathered and not any(eqn.grows(i) for i in range(len(ins))):
             return [Value(a, s, own=True) for a, s in zip(_run(eqn.one, arrays), states, strict=True)]
         made = zip(_run(eqn.two, arrays), states, grows, strict=True)
         return [Value(a, _of_all(s, g), False, gathered, weights and not gathered) for a, s, g in made]
@@ -293,6 +288,13 @@ class _Spread:
     def _stands(self, eqn: Eqn, ins: list[Value]) -> bool:
         """Whether a nested program can run as it is: no row meets another in it, and it holds no number of rows."""
         return self._states(eqn, ins) is not None and _same_numbers(eqn.one, eqn.two)
+
+
+def _is_of_device(state: State, grows: list[int]) -> bool:
+    """Whether a device can make it from what it has: of its rows, its part of a sum, alike for every row, or zero."""
+    if state.kind != FREE:
+        return True
+    return len(grows) == 1 and state.layout is None if grows else state.degree == ANY
 
 
 def _growing(one: Any, two: Any) -> list[int]:
@@ -357,7 +359,7 @@ def _is_linear(eqn: Eqn, ins: list[Value]) -> bool:
     if eqn.name == "convert_element_type":
         old, new = eqn.one.invars[0].aval.dtype, eqn.params["new_dtype"]
         return jnp.issubdtype(new, jnp.floating) and jnp.promote_types(old, new) == new
-    if eqn.name in ("add", "sub", "add_any", "concatenate"):
+    if eqn.name in ("add", "sub", "add_any", "concatenate", "stack"):
         return set(kinds) == {SUM}
     if eqn.name in ("mul", "dot_general"):
         return kinds.count(SUM) == 1

@@ -21,7 +21,7 @@ test-all: $(VENV)/.test ## the ordinary tests and the long ones
 
 test-night: $(VENV)/.test ## thousands of random trees, meshes and configurations, every optimizer at every stage
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -m night $(ARGS)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/test_properties.py --hypothesis-profile=night $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/test_properties.py tests/test_rows.py tests/test_across.py -k "properties or random" --hypothesis-profile=night $(ARGS)
 
 lint: $(VENV)/.dev ## style and likely mistakes
 	$(VENV)/bin/ruff check .

@@ -293,7 +293,7 @@ steps = st.tuples(numbers, st.integers(0, len(UNARY) - 1), st.none() | st.intege
 
 @settings(max_examples=4 * settings().max_examples)
 @given(st.lists(steps, max_size=4), st.integers(0, len(ENDS) - 1))
-def test_never_apart_where_slices_differ(some, end):
+def test_random_programs_are_never_apart_where_slices_differ(some, end):
     loss = program(some, end)
     if judge(loss, W, X).apart:
         assert not difference(loss, X, gradients=False, slices=2) > 1e-4  # what is no number says nothing

@@ -7,7 +7,8 @@ Numbers in the equations are the first program's, so that all is what one device
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,8 +130,6 @@ class _Here:
     def of_all(self, batch: Tree) -> Tree:
         """The shapes of a batch with all rows, given this device's."""
         self.rows = len(jax.tree.leaves(batch)[0])
-        if self.rows < 2:
-            raise UnfitError("a device has one row only")  # the dim of which looks like one that is broadcast
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((len(a) * self.devices, *a.shape[1:]), a.dtype), batch)
 
     def number(self) -> jax.Array:
@@ -189,7 +188,7 @@ class _Spread:
     def run(self, one: ClosedJaxpr | Jaxpr, two: ClosedJaxpr | Jaxpr, values: Sequence[Value]) -> list[Value]:
         """What a jaxpr returns, given what it takes."""
         (a, a_consts), (b, b_consts) = jaxprs.opened(one), jaxprs.opened(two)
-        if [e.primitive for e in a.eqns] != [e.primitive for e in b.eqns] or len(a_consts) != len(b_consts):
+        if len(a_consts) != len(b_consts) or len(a.outvars) != len(b.outvars):
             raise UnfitError("the program differs with the number of rows")
         env: dict[Any, Value] = dict(zip(b.invars, values, strict=True))
         for x, y, value in zip(a.constvars, b.constvars, b_consts, strict=True):
@@ -201,10 +200,29 @@ class _Spread:
             zero = np.ndim(y.val) == 0 and not np.any(y.val)
             return Value(jnp.asarray(y.val, y.aval.dtype), ZERO if zero else CONSTANT)
 
-        for x, y in zip(a.eqns, b.eqns, strict=True):
-            made = self.eqn(Eqn(x, y, self.here.rows, self.here.devices), [read(v) for v in y.invars])
+        for x, y in self._paired(a.eqns, b.eqns):
+            ins = [read(v) for v in y.invars]
+            if x is None:  # all rows are one row here
+                made = [Value(ins[0].array, State(), own=True)]
+            else:
+                made = self.eqn(Eqn(x, y, self.here.rows, self.here.devices), ins)
             env.update(zip(y.outvars, made, strict=True))
         return [read(v) for v in b.outvars]
+
+    def _paired(self, own: Sequence[Any], every: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Equations of both programs. A program for one row does not broadcast what has one row already."""
+        waiting = deque(own)
+        for y in every:
+            if waiting and _alike(waiting[0], y):
+                yield waiting.popleft(), y
+            elif self.here.rows == 1 and y.primitive.name == "broadcast_in_dim" and _adds_rows(y, self.here.devices):
+                yield None, y
+            else:
+                break
+        else:
+            if not waiting:
+                return
+        raise UnfitError("the program differs with the number of rows")
 
     def eqn(self, eqn: Eqn, ins: list[Value]) -> list[Value]:
         """What an equation makes."""
@@ -288,6 +306,23 @@ class _Spread:
     def _stands(self, eqn: Eqn, ins: list[Value]) -> bool:
         """Whether a nested program can run as it is: no row meets another in it, and it holds no number of rows."""
         return self._states(eqn, ins) is not None and _same_numbers(eqn.one, eqn.two)
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """Whether equations may be the same for other numbers of rows."""
+    if x.primitive is not y.primitive or len(x.invars) != len(y.invars) or len(x.outvars) != len(y.outvars):
+        return False
+    shapes = [
+        (getattr(u.aval, "shape", ()), getattr(v.aval, "shape", ())) for u, v in zip(x.outvars, y.outvars, strict=True)
+    ]
+    return all(len(s) == len(t) and all(m % n == 0 for n, m in zip(s, t, strict=True) if n) for s, t in shapes)
+
+
+def _adds_rows(eqn: Any, rows: int) -> bool:
+    """Whether a dim of one becomes that of the rows, and nothing else changes."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    same = eqn.params["broadcast_dimensions"] == tuple(range(len(new))) and len(old) == len(new)
+    return same and [(a, b) for a, b in zip(old, new, strict=True) if a != b] == [(1, rows)]
 
 
 def _is_of_device(state: State, grows: list[int]) -> bool:

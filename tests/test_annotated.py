@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from reference import assert_close, make_grid, make_mesh, prepare, wave
 
 import zerojax
+import zerojax.linen
 import zerojax.nnx
 
 TX = optax.sgd(0.1, momentum=0.9)
@@ -146,3 +147,20 @@ def test_a_module_under_an_active_explicit_mesh():
         values.append(value)
     assert_close(ours, values)
     assert_close(jax.device_get(whole.kernel[...]), jax.device_get(right.kernel[...]))
+
+
+def test_linen_under_an_active_explicit_mesh():
+    """Its example, as other host arrays, was made under the mesh."""
+    with jax.set_mesh(make_mesh(8, explicit=True)):
+        model, x = nn.Dense(8), jnp.asarray(X)
+        init = zerojax.linen.init_fn(model, x[:1])
+        plan = zerojax.make_plan(init, TX, make_mesh(8, explicit=True))
+        state = zerojax.linen.create_train_state(init, TX, plan, jax.random.key(0), apply_fn=model.apply)
+        loss = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)  # noqa: E731
+        value, grads = jax.jit(zerojax.value_and_grad(loss, plan))(state.params, x)
+        after = state.apply_gradients(grads=grads)
+        host, _ = jax.jit(zerojax.value_and_grad(loss, plan))(jax.device_get(state.params), X)
+    right = jax.value_and_grad(loss)(jax.device_get(state.params), X)
+    assert_close((value, jax.device_get(grads)), right)
+    assert_close(host, value)
+    assert int(after.step) == 1

@@ -128,7 +128,7 @@ def test_what_a_loss_may_not_return():
         with pytest.raises(ValueError, match=words):
             zerojax.make_train_step(lambda p, b, made=made: made, SGD, plan)(state, BATCH)
     with pytest.raises(ValueError, match="pass has_aux=True"):
-        zerojax.value_and_grad(with_outputs, plan)(state.params, BATCH)
+        jax.jit(zerojax.value_and_grad(with_outputs, plan))(state.params, BATCH)
     with pytest.raises(ValueError, match=r"mean of shape .* evaluation returns means"):
         zerojax.make_eval_step(with_outputs, plan)(state, BATCH)
     with pytest.raises(ValueError, match=r"requires \(p, x, y, z, u\)"):

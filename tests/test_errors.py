@@ -294,10 +294,8 @@ def log_in_layers(params, batch):
 @pytest.mark.parametrize(("loss", "stage"), [(log_of_negative, 3), (log_in_layers, 1)])
 def test_the_line_of_the_loss_that_makes_nan(loss, stage):
     """With ``jax_debug_nans``, as under ``jax.jit`` on one device."""
-    plan, state, step = prepare(even_params(), SGD, loss, stage=stage)
-    f = jax.jit(zerojax.value_and_grad(loss, plan))
-    for call in (lambda: f(state.params, even_batch()), lambda: step(state, even_batch())):
-        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as raised:
-            call()
-        assert raised.traceback[-1].path == Path(__file__)
-        assert "jnp.log" in str(raised.traceback[-1].statement) or loss is log_in_layers
+    _, state, step = prepare(even_params(), SGD, loss, stage=stage, accumulate=2 if stage == 3 else 1)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as raised:
+        step(state, even_batch())
+    assert raised.traceback[-1].path == Path(__file__)
+    assert "jnp.log" in str(raised.traceback[-1].statement) or loss is log_in_layers

@@ -39,7 +39,9 @@ def test_every_example_has_a_twin():
     assert all((FOLDER / f"{name}.py").is_file() for name in EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [name if "gpt" not in name else pytest.param(name, marks=pytest.mark.long) for name in EXAMPLES]
+)
 def test_example_computes_what_its_twin_does(name):
     ours, twins = losses(FOLDER / f"{name}.py"), losses(FOLDER / "plain" / f"{name}.py")
     assert len(ours) == STEPS

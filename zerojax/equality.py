@@ -203,7 +203,8 @@ def _normal(plan: Plan) -> Tree:
 def _loss_alone(loss_fn: Callable, plan: Plan, given: Tree) -> Tree:
     """``(mean loss, gradient)`` by plain JAX on one device."""
     call, count = with_arguments(loss_fn), plan.config.accumulate
-    device: Any = next(d for d in plan.mesh.devices.flat if d.process_index == jax.process_index())
+    devices: Any = plan.mesh.devices
+    device = next(d for d in devices.flat if d.process_index == jax.process_index())
     dtypes = jax.tree.map(lambda a: a.dtype, whole_shapes(given[0], plan))
 
     @jax.jit

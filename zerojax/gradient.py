@@ -16,6 +16,7 @@ from zerojax.losses import divide, fold, global_mean, objective_of, share, weigh
 from zerojax.placement import Leaf
 from zerojax.plan import Plan
 from zerojax.precision import gradient_dtype, merge, numbers
+from zerojax.units import jaxprs
 from zerojax.units.gradient import gradient
 from zerojax.units.passes import Traffic
 from zerojax.ways import Way
@@ -53,16 +54,17 @@ def gradient_of(loss_fn: Callable, plan: Plan) -> Callable:
 
     def run(params, batch, rng, model_state, scale):
         others, parts = (rng, model_state), plan.config.accumulate
-        beside = ways.Beside(lambda: ways.row_outputs(call, plan, params, batch, *others, parts=parts))
 
         def use(way):
+            seen = call if way.axes else way.of_device(call)
+            beside = ways.Beside(lambda: ways.row_outputs(seen, plan, params, batch, *others, parts=parts))
             on_rows = way.run(_on_rows(call, plan, way, beside), in_specs, out_specs)
-            return on_rows(params, batch, rng, model_state, scale)
+            *made, aux = on_rows(params, batch, rng, model_state, scale)
+            aux = map(lax.with_sharding_constraint, aux, (plan.batch_sharding, plan.replicated))
+            return *made, beside.joined(*aux)
 
-        loss, grads, model_state, aux = ways.along(use, call, plan, params, batch, *others, parts=parts)
-        grads = jax.tree.structure(plan.trained(params)).unflatten(grads)
-        aux = map(lax.with_sharding_constraint, aux, (plan.batch_sharding, plan.replicated))
-        return loss, grads, model_state, beside.joined(*aux)
+        loss, grads, *rest = ways.along(use, call, plan, params, batch, *others, parts=parts)
+        return loss, jax.tree.structure(plan.trained(params)).unflatten(grads), *rest
 
     return run
 
@@ -171,11 +173,21 @@ def _accumulate(micro_batch, leaves, model_state, zeros, batches) -> tuple[Tree,
         return jnp.maximum(total, grad) if leaf.overwritten else total + grad.astype(dtype) * weight.astype(dtype)
 
     count = jax.tree.leaves(batches)[0].shape[0]
-    (model_state, sums), made = lax.scan(body, (model_state, zeros), (jnp.arange(count), batches))
+    scan = lax.scan if jaxprs.is_staged((zeros, batches)) else _one_by_one
+    (model_state, sums), made = scan(body, (model_state, zeros), (jnp.arange(count), batches))
     weights, weighted, aux = made
     weight = weights.sum()
     means = [a if leaf.overwritten else divide(a, weight) for a, leaf in zip(sums, leaves, strict=True)]
     return model_state, means, jax.tree.map(lambda a: a.sum(0), weighted), aux
+
+
+def _one_by_one(body: Callable, carry: Any, scanned: Tree) -> tuple[Any, Tree]:
+    """A scan where no program is written, so that an error (``jax_debug_nans``) names the line of the loss."""
+    made = []
+    for i in range(jax.tree.leaves(scanned)[0].shape[0]):
+        carry, one = body(carry, jax.tree.map(lambda a, i=i: a[i], scanned))
+        made.append(one)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *made)
 
 
 def _none_without(weight: Any, grads: list[jax.Array], leaves: Sequence[Leaf]) -> list[jax.Array]:

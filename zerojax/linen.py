@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 
 from zerojax.contracts import Tree, Variables
 from zerojax.plan import Plan
-from zerojax.precision import OVERWRITTEN
+from zerojax.precision import OVERWRITTEN, is_key
 from zerojax.state import check_own_update, init_state
 
 
@@ -46,7 +46,8 @@ def init_fn(model: nn.Module, *inputs: Any, **kwargs: Any) -> Callable[[Any], Tr
 
 
 def _array(example: Any) -> Any:
-    return jnp.zeros(example.shape, example.dtype) if isinstance(example, jax.ShapeDtypeStruct) else example
+    """Zeros of its shape, which is all that matters: the array itself may lie on another mesh than theirs."""
+    return jnp.zeros(example.shape, example.dtype) if hasattr(example, "shape") and not is_key(example) else example
 
 
 def create_train_state(

@@ -160,7 +160,7 @@ def make_train_step(loss_fn: Callable, tx: optax.GradientTransformation, plan: P
     placed = plan.state_shardings
     jitted = jax.jit(
         train_step,
-        donate_argnums=0,
+        donate_argnums=() if getattr(jax.config, "jax_debug_infs", False) else 0,  # which looks at what was given again
         in_shardings=(placed, plan.batch_sharding),
         out_shardings=(placed, None),
         compiler_options=plan.compiler_options,
@@ -223,12 +223,12 @@ def sums_and_grad(loss_fn: Callable, plan: Plan) -> Callable:
         sums = Loss(loss.total * loss.weight, loss.weight, loss.metrics, model_state)
         return loss.total, sums, aux, cast_like(grads, plan.trained(params))
 
-    def of_kind(params):
+    def of_kind(params) -> Callable:
         if not _is_explicit(params, plan):
             return computed
         placed = jax.tree.map(lambda sharding: sharding.spec, plan.trained(plan.state_shardings.params))
-        whole = PartitionSpec()
-        return jax.sharding.auto_axes(computed, out_sharding=(whole, whole, whole, placed))
+        auto_axes: Any = jax.sharding.auto_axes
+        return auto_axes(computed, out_sharding=(PartitionSpec(), PartitionSpec(), PartitionSpec(), placed))
 
     return run
 
@@ -252,7 +252,7 @@ def _is_explicit(params: Tree, plan: Plan) -> bool:
     if active.empty or (active.shape_tuple, active.axis_types) == (own.shape_tuple, own.axis_types):
         return False
     meshes = {jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(params)}
-    if is_kind_of(active, plan) and meshes == {active}:
+    if is_kind_of(active, plan) and all(mesh.empty or mesh == active for mesh in meshes):
         return True
     raise ValueError(f"the active mesh {active} is not the plan's, on which the state lies; use `with jax.set_mesh("
                      "plan.mesh)`, which has the same devices with Auto axes, or no active mesh")  # fmt: skip

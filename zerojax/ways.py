@@ -107,7 +107,14 @@ def judged(call: Callable, plan: Plan, *args: Any) -> Rows:
     What gradients overwrite (fp8) is made by rules of derivatives, and the largest of all devices counts.
     """
     derivatives = not any(leaf.overwritten for leaf in plan.wire)
-    return seen_by_devices(lambda: judge(call, *args, axes=plan.axes, derivatives=derivatives), plan)
+    found: list[Rows] = []
+
+    def local():
+        found.append(judge(call, *args, axes=plan.axes, derivatives=derivatives))
+        return jnp.zeros(())
+
+    jax.eval_shape(on_devices(local, (), PartitionSpec(), plan))
+    return found[-1]
 
 
 def whole_shapes(params: Tree, plan: Plan) -> Tree:
@@ -158,27 +165,11 @@ def row_outputs(call: Callable, plan: Plan, params: Tree, batch: Tree, *others: 
     def shapes(times):
         size = lambda a: times * a.shape[0] // parts  # noqa: E731
         some = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size(a), *a.shape[1:]), a.dtype), batch)
-        made = seen_by_devices(lambda: jax.eval_shape(call, whole_shapes(params, plan), some, *others), plan)
+        made = jax.eval_shape(call, whole_shapes(params, plan), some, *others)
         return [a.shape for a in jax.tree.leaves(made[1])]
 
     one, two = shapes(1), shapes(2)
     return [a != b and a[1:] == b[1:] for a, b in zip(one, two, strict=True)]
-
-
-def seen_by_devices(trace: Callable[[], T], plan: Plan) -> T:
-    """What ``trace`` returns where the shard axes have names, as in the step."""
-    try:
-        lax.axis_index(tuple(plan.axes))
-        return trace()
-    except NameError:
-        found: list[T] = []
-
-    def local():
-        found.append(trace())
-        return jnp.zeros(())
-
-    jax.eval_shape(on_devices(local, (), PartitionSpec(), plan))
-    return found[-1]
 
 
 # ---- rows apart ----
@@ -291,8 +282,8 @@ def written_out(plan: Plan) -> Way:
             leaves = iter(plan.wire)
             specs = jax.tree.map(lambda a: PartitionSpec() if is_key(a) else next(leaves).spec(()), params)
             placed = specs, plan.batch_sharding.spec, *(PartitionSpec() for _ in others)
-            run = jax.sharding.explicit_axes(call, axes=plan.mesh.axis_names, in_sharding=placed)
-            return run(params, batch, *others)
+            explicit_axes: Any = jax.sharding.explicit_axes
+            return explicit_axes(call, axes=plan.mesh.axis_names, in_sharding=placed)(params, batch, *others)
 
         return way.of_device(run)
 

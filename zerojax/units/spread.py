@@ -198,7 +198,8 @@ class _Spread:
             if not isinstance(y, Literal):
                 return env[y]
             zero = np.ndim(y.val) == 0 and not np.any(y.val)
-            return Value(jnp.asarray(y.val, y.aval.dtype), ZERO if zero else CONSTANT)
+            aval: Any = y.aval
+            return Value(jnp.asarray(y.val, aval.dtype), ZERO if zero else CONSTANT)
 
         for x, y in self._paired(a.eqns, b.eqns):
             ins = [read(v) for v in y.invars]
@@ -423,7 +424,9 @@ def _same_numbers(one: Any, two: Any) -> bool:
 
 
 def _call(spread: _Spread, eqn: Eqn, ins: list[Value]) -> list[Value]:
-    return spread.run(jaxprs.calls(eqn.one), jaxprs.calls(eqn.two), ins)
+    one: Any = jaxprs.calls(eqn.one)
+    two: Any = jaxprs.calls(eqn.two)
+    return spread.run(one, two, ins)
 
 
 def _as_function(spread: _Spread, one: Any, two: Any, ins: list[Value], finish: Callable) -> tuple[Callable, list]:
@@ -495,7 +498,7 @@ def _scan(spread: _Spread, eqn: Eqn, ins: list[Value]) -> list[Value]:
     return [replace(v, array=a) for v, a in zip(told, [*last, *ys], strict=True)]
 
 
-def _like(here: _Here, made: Value, carried: Value, atoms: tuple) -> Value:
+def _like(here: _Here, made: Value, carried: Value, atoms: tuple[Any, Any]) -> Value:
     """What is carried on in the form in which it was; what became the device's own stays so."""
     whole = here.whole(made, *atoms) if made.state.kind == SUM else made
     if carried.own and not whole.own:

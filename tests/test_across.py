@@ -6,6 +6,7 @@ times that of it, so the tolerance is 1e-5.
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import optax
 import pytest
 import reference
 import test_rows
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -20,13 +22,14 @@ from jax.sharding import PartitionSpec
 from reference import assert_close, make_mesh, wave
 
 import zerojax
+import zerojax.linen
+import zerojax.nnx
 from zerojax.units.rows import judge
 from zerojax.units.spread import UnfitError, spread
 
 TX = optax.sgd(0.02, momentum=0.9)
 WIDTH = 16
 KEY = jax.random.key(3)
-QUEUE = {"queue": wave((8, 8), 5)}
 
 
 def params() -> dict:
@@ -208,6 +211,146 @@ def test_by_turns(number):
 def test_everywhere(loss, k, devices):
     for stage in range(4):
         assert_as_one_device(loss, k=k, stage=stage, mesh=make_mesh(devices))
+
+
+# ---- what goes with a loss ----
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(nn.Dense(32)(x))
+        return nn.Dense(8)(nn.relu(x))
+
+
+@pytest.mark.parametrize(("stage", "k"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.long)])
+def test_statistics_of_the_whole_batch_without_an_axis_name(stage, k):
+    """Flax linen, running statistics too: threaded through the micro-batches, the variance that of all rows."""
+    model = Normalized()
+
+    def loss(params, batch, rng=None, model_state=None):
+        out, new = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+        return zerojax.Loss(jnp.sum((out - batch["y"]) ** 2), out.size, model_state=new)
+
+    init = zerojax.linen.init_fn(model, jnp.ones((1, WIDTH)))
+    plan = zerojax.make_plan(init, TX, make_mesh(), zerojax.ZeroConfig(stage=stage, accumulate=k))
+    state, step = zerojax.init_state(init, TX, plan, jax.random.key(0)), zerojax.make_train_step(loss, TX, plan)
+    made, stats = init(jax.random.key(0)).params, init(jax.random.key(0)).model_state
+    opt_state = TX.init(made)
+
+    def whole(p, stats, b):
+        total = 0.0
+        for i in range(k):
+            one = loss(p, jax.tree.map(lambda a, i=i: a[i::k], b), None, stats)
+            total, stats = total + one.total / one.weight / k, one.model_state
+        return total, stats
+
+    for seed in range(2):
+        state, metrics = step(state, batch(seed=seed))
+        (value, stats), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(made, stats, batch(seed=seed))
+        updates, opt_state = TX.update(grads, opt_state, made)
+        made = optax.apply_updates(made, updates)
+        assert_close(metrics["loss"], value)
+    assert_close(jax.device_get(state.model_state), jax.device_get(dict(stats)))
+    moved = jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), jax.device_get(made))
+    assert max(np.abs(a).max() for a in jax.tree.leaves(moved)) < 1e-5  # a bias before a norm has no gradient but noise
+
+
+def test_negatives_from_a_queue():
+    """The queue is model state: the newest rows go in front, whole on every device."""
+
+    def loss(p, b, rng=None, model_state=None):
+        z, queue = unit(layered(p, b["x"])), model_state["queue"]
+        own = jnp.sum(z * unit(b["y"]), -1, keepdims=True)
+        logits = jnp.concatenate([own, z @ queue.T], 1) / 0.2
+        newest = lax.stop_gradient(jnp.concatenate([unit(b["y"]), queue])[: len(queue)])
+        return zerojax.Loss(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), 1.0, model_state={"queue": newest})
+
+    init = lambda key: zerojax.Variables(params(), {"queue": unit(wave((96, 8), 5))})  # noqa: E731
+    plan = zerojax.make_plan(init, TX, make_mesh())
+    state, step = zerojax.init_state(init, TX, plan, KEY), zerojax.make_train_step(loss, TX, plan)
+    made, opt_state, queue = params(), TX.init(params()), init(None).model_state
+    for seed in range(2):
+        state, metrics = step(state, batch(seed=seed))
+        f = lambda p, b, queue: ((one := loss(p, b, None, queue)).total, one.model_state)  # noqa: E731
+        (value, queue), grads = jax.jit(jax.value_and_grad(f, has_aux=True))(made, batch(seed=seed), queue)
+        updates, opt_state = TX.update(grads, opt_state, made)
+        made = optax.apply_updates(made, updates)
+        assert_close(metrics["loss"], value)
+    assert_close(jax.device_get((state.params, state.model_state)), (made, jax.device_get(queue)))
+
+
+@pytest.mark.parametrize("precision", ["c=bf16", pytest.param("c=fp16", marks=pytest.mark.long)])
+def test_in_16_bits(precision):
+    """Beside one device that computes in the same; sums of parts are rounded once more: 1e-2."""
+    scale = zerojax.LossScale(initial=1024) if "fp16" in precision else None
+    _, state, step = reference.prepare(params(), TX, contrastive, stage=2, precision=precision, loss_scale=scale)
+    dtype = jnp.bfloat16 if "bf16" in precision else jnp.float16
+    cast = lambda p: jax.tree.map(lambda a: a.astype(dtype), p)  # noqa: E731
+    small = jax.tree.map(lambda a: jnp.asarray(a, dtype), batch())
+    value, grads = jax.jit(jax.value_and_grad(lambda p: contrastive(cast(p), small)))(params())
+    metrics = step(state, small)[1]
+    assert_close((metrics["loss"], metrics["grad_norm"]), (value, optax.tree.norm(grads)), 1e-2)
+
+
+def test_a_permutation_drawn_for_all_rows():
+    """Mixup: each row meets another of the whole batch, with one key as on one device."""
+
+    def loss(p, b, rng):
+        other = jax.random.permutation(rng, len(b["x"]))
+        mixed = 0.7 * b["x"] + 0.3 * b["x"][other]
+        return jnp.mean((layered(p, mixed) - 0.7 * b["y"] - 0.3 * b["y"][other]) ** 2), {"other": other}
+
+    _, state, step = reference.prepare(params(), TX, loss)
+    metrics = step(state, batch())[1]
+    other = np.asarray(metrics["other"])
+    assert sorted(other) == list(range(64))
+    mixed = 0.7 * batch()["x"] + 0.3 * batch()["x"][other]
+    wanted = 0.7 * batch()["y"] + 0.3 * batch()["y"][other]
+    assert_close(metrics["loss"], jnp.mean((layered(params(), mixed) - wanted) ** 2))
+
+
+@pytest.mark.parametrize("rows", [64, 19])
+def test_evaluation_across_rows(rows):
+    """Also of rows that do not divide: one mean over a mask, not a mean of the devices' means."""
+    plan, state, _ = reference.prepare(params(), TX, masked_mean)
+    found = zerojax.make_eval_step(lambda p, b: {"masked": masked_mean(p, b), "deviation": net(p, b["x"]).std()}, plan)
+    right = {"masked": masked_mean(params(), batch(rows)), "deviation": net(params(), batch(rows)["x"]).std()}
+    assert_close(found(state, batch(rows)), right)
+
+
+def test_modules_across_rows():
+    """NNX's BatchNorm: statistics of all rows, in the module that was passed in."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.one, self.norm = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+            self.two = nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.two(nnx.relu(self.norm(self.one(x))))
+
+    loss = lambda model, b: jnp.mean((model(b["x"]) - b["y"]) ** 2)  # noqa: E731
+    plan = zerojax.nnx.make_plan(Net, TX, make_mesh())
+    model, optimizer = zerojax.nnx.create(Net, TX, plan, KEY)
+    right = Net(nnx.Rngs(KEY))
+    by_flax = nnx.Optimizer(right, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def train(model, optimizer, b):
+        value, grads = zerojax.nnx.value_and_grad(loss, plan)(model, b)
+        optimizer.update(model, grads)
+        return value
+
+    for seed in range(2):
+        ours = train(model, optimizer, batch(seed=seed))
+        value, grads = nnx.jit(nnx.value_and_grad(loss))(right, batch(seed=seed))
+        by_flax.update(right, grads)
+        assert_close(ours, value)
+    stats = [nnx.as_pure(nnx.state(m, nnx.BatchStat)) for m in (model, right)]
+    assert_close(*map(jax.device_get, stats))
+    measured = zerojax.nnx.make_eval_step(loss, plan)(model, batch())
+    assert_close(measured["loss"], loss(right, batch()))
 
 
 # ---- random programs ----

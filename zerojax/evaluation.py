@@ -15,6 +15,7 @@ from zerojax.placement import with_paths
 from zerojax.plan import Plan, mesh_context
 from zerojax.precision import merge, numbers
 from zerojax.state import check_batch, evaluated, place_rows, shapes_of
+from zerojax.units.spread import UnfitError
 from zerojax.ways import Way
 
 
@@ -83,6 +84,8 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
         params = gathered(state.params)
 
         def use(way):
+            if way.axes and not way.keys and rest is not None:
+                raise UnfitError("some rows are left when the others are divided over the devices")
             sums = _apart if way.axes else _together
             return sums(call, plan, way, params, rows, rest, rng, state.model_state)
 
@@ -95,7 +98,7 @@ def make_eval_step(metric_fn: Callable, plan: Plan) -> EvalStep:
 
 def _apart(call: Callable, plan: Plan, way: Way, params: Tree, rows: Tree, rest: Tree, rng: Any, *args: Any):
     """``({name: weighted sum}, weight)``: of the divided rows by every device for its own, of the rest by all alike."""
-    measure, everywhere = _measure(call, way), PartitionSpec()
+    measure, everywhere = _measure(way.of_device(call), way), PartitionSpec()
 
     def measure_all(*args):
         return collectives.all_reduce(measure(*args), way.axes)
